@@ -1,0 +1,1 @@
+//! Code that the examples and the conformance tests share.
