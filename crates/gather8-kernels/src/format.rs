@@ -124,7 +124,7 @@ const fn decode<const M: u32, const BIAS: i32>(code: u8, infinities: bool) -> f3
     let sign = ((code & 0x80) as u32) << 24;
     let mantissa = magnitude & ((1 << M) - 1);
     let exponent = (magnitude >> M) as i32;
-    let top = (0x7f >> M);
+    let top = 0x7f >> M;
     if infinities && exponent == top {
         return if mantissa == 0 {
             f32::from_bits(sign | 0x7f80_0000)
