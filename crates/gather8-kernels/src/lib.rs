@@ -6,8 +6,10 @@
 //! [`scalar`]; each backend must give the same bits.
 
 pub mod backend;
+pub mod check;
 pub mod cpu;
 pub mod error;
+pub mod fast;
 pub mod format;
 pub mod job;
 pub mod layout;
