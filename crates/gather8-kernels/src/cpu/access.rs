@@ -8,11 +8,11 @@ use crate::backend::{Memory, Span};
 use crate::error::{Error, Result};
 use crate::job::Job;
 
+use super::Cpu;
 use super::buffer::Buffer;
 use super::clock::Clock;
 use super::history::{Kind, Operation, Stamp};
 use super::lane::lock;
-use super::Cpu;
 
 /// One span that a submitted operation touches.
 #[derive(Clone, Debug)]

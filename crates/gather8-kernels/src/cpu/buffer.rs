@@ -63,16 +63,7 @@ impl Buffer {
         // SAFETY: for bytes `align_offset` is exact and below ALIGNMENT, which the allocation has
         // on top of the length.
         let base = unsafe { allocation.add(skip) };
-        Ok(Self {
-            base,
-            allocation,
-            layout,
-            len,
-            memory,
-            owner,
-            number,
-            history: Mutex::default(),
-        })
+        Ok(Self { base, allocation, layout, len, memory, owner, number, history: Mutex::default() })
     }
 
     pub(super) fn len(&self) -> u64 {
@@ -157,13 +148,13 @@ impl Buffer {
     /// that the range touches.
     pub(super) unsafe fn store_words(&self, range: &Range<u64>, bytes: &[u8]) {
         let first = range.start & !3;
-        for at in (first..range.end).step_by(4).rev() {
+        for word in (first / 4..range.end.div_ceil(4)).rev() {
+            let at = 4 * word;
             // SAFETY: plain reads of the word are ordered by the checker; all else is atomic.
             let Some(word) = (unsafe { self.word(at) }) else { continue };
             let from = range.start.max(at);
             let to = range.end.min(at + 4);
-            let Some(new) =
-                bytes.get((from - range.start) as usize..(to - range.start) as usize)
+            let Some(new) = bytes.get((from - range.start) as usize..(to - range.start) as usize)
             else {
                 continue;
             };

@@ -300,6 +300,9 @@ mod tests {
             history.note(&(tick * 8..tick * 8 + 3), Kind::Read, &c, &c, &stamp(0, tick));
         }
         assert!(history.len() <= 2 * History::CLEAN_AT_LEAST, "{}", history.len());
-        assert_eq!(first(&history, 0..100_000, Kind::Write, &clock(&[9998])), "0.9999@79992..79995");
+        assert_eq!(
+            first(&history, 0..100_000, Kind::Write, &clock(&[9998])),
+            "0.9999@79992..79995"
+        );
     }
 }

@@ -12,6 +12,7 @@ mod lane;
 mod passes;
 mod plan;
 mod stream;
+mod tasks;
 mod views;
 
 use std::fmt;
@@ -174,8 +175,7 @@ impl Cpu {
         accesses: &[Access],
         work: impl FnOnce(
             &mut Views<'_>,
-        )
-            -> std::result::Result<(), Arc<dyn std::error::Error + Send + Sync>>
+        ) -> std::result::Result<(), Arc<dyn std::error::Error + Send + Sync>>
         + Send
         + 'static,
     ) -> Result<()> {

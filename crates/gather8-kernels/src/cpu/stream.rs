@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 
 use super::clock::Clock;
 use super::failure::Failure;
-use super::lane::{Lane, Pauses, Progress, lock, on_worker};
+use super::lane::{Lane, Pauses, Progress, on_worker};
 
 /// A queue of operations and the thread that works it off. Clones are the same stream; when the
 /// last is dropped, what has been issued is still done, then the thread ends and is joined.

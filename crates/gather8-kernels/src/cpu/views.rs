@@ -6,9 +6,9 @@ use std::ops::Range;
 use crate::backend::{Memory, Span};
 use crate::error::{Error, Result};
 
+use super::Cpu;
 use super::access::Access;
 use super::buffer::Buffer;
-use super::Cpu;
 
 /// The bytes of a submitted operation's spans, by the spans' index in the list that was passed to
 /// [`Cpu::submit`].
