@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use crate::communicator::Op;
+
 /// The crate's result.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -64,6 +66,30 @@ pub enum Error {
         /// The reason given.
         reason: String,
     },
+    /// A sync found weights that hold a NaN or an infinity. Scales and rings are as they were.
+    #[error(
+        "the amax of {} is not finite: {} holds a NaN or an infinity on some rank; scales are unchanged. Restore a checkpoint, or repair the weight and acknowledge", names_list(.names), if .names.len() == 1 { "the weight" } else { "each" }
+    )]
+    NonFiniteWeights {
+        /// Every such weight, in the table's order.
+        names: Vec<String>,
+    },
+    /// A saved table, or a slot that was asked for, does not fit this table.
+    #[error("amax table: {problem}")]
+    Table {
+        /// What does not fit.
+        problem: String,
+    },
+    /// A communicator was asked for something that no group can do.
+    #[error("{operation} of `{unit}`: {problem}")]
+    Usage {
+        /// The operation.
+        operation: String,
+        /// Its unit.
+        unit: String,
+        /// What is wrong with the call.
+        problem: String,
+    },
     /// The backend failed.
     #[error(transparent)]
     Backend(#[from] gather8_kernels::Error),
@@ -73,7 +99,16 @@ fn ranks_list(ranks: &[u32]) -> String {
     ranks.iter().map(u32::to_string).collect::<Vec<_>>().join(", ")
 }
 
+fn names_list(names: &[String]) -> String {
+    names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ")
+}
+
 impl Error {
+    /// An operation of this name, as the errors give it.
+    pub(crate) fn length(op: &Op<'_>, part: usize, problem: String) -> Self {
+        Self::Length { operation: op.name.to_owned(), unit: op.unit.to_owned(), part, problem }
+    }
+
     /// The first rank that the error blames, if it blames one.
     pub fn blamed_rank(&self) -> Option<u32> {
         match self {

@@ -1,0 +1,154 @@
+//! One rank's seat in a group: posting, waiting, failing and leaving.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use crate::communicator::Op;
+use crate::error::{Error, Result};
+use crate::host::board::{Board, Cause, Lane, Outcome, Place};
+use crate::host::message::{self, Message};
+
+/// How long a rank that is late may take to say that it waits for somebody else.
+const GRACE: Duration = Duration::from_millis(500);
+
+/// The reason by which ranks that have found their orders to differ stop each other; the error is
+/// then [`Error::Disordered`] on all of them.
+pub(crate) const DISORDER: &str = "the ranks have issued different operations";
+
+/// How contributions and news reach the other ranks. Nothing here waits, but `busy`.
+pub(crate) trait Link: Send + Sync {
+    /// Sends a contribution to every other member.
+    fn send(&self, place: Place, members: &[u32], rank: u32, message: &Arc<Message>);
+    /// Tells every rank of the family why it has failed.
+    fn announce(&self, cause: &Cause);
+    /// Tells the members that this rank issues nothing from the `issued`-th operation on.
+    fn leave(&self, group: u64, members: &[u32], rank: u32, issued: u64, how: &str);
+    /// Of these ranks, those that say within `grace` that they wait for others.
+    fn busy(&self, board: &Board, ranks: &[u32], grace: Duration) -> Vec<u32>;
+}
+
+/// See the module.
+pub(crate) struct Seat {
+    pub(crate) board: Arc<Board>,
+    pub(crate) link: Arc<dyn Link>,
+    pub(crate) group: u64,
+    /// The group's ranks as the family's world numbers them, in the group's order.
+    pub(crate) members: Arc<[u32]>,
+    /// This rank's place among them.
+    pub(crate) position: usize,
+}
+
+impl Seat {
+    /// This rank's number in the family's world.
+    pub(crate) fn rank(&self) -> u32 {
+        self.members.get(self.position).copied().unwrap_or_default()
+    }
+
+    pub(crate) fn place(&self, lane: Lane, index: u64) -> Place {
+        Place { group: self.group, lane, index }
+    }
+
+    /// Contributes, and waits for what all others contribute to the same operation.
+    pub(crate) fn round(
+        &self,
+        lane: Lane,
+        index: u64,
+        op: &Op<'_>,
+        message: Message,
+    ) -> Result<Vec<Arc<Message>>> {
+        let place = self.place(lane, index);
+        let until = Instant::now() + op.deadline.min(LONGEST);
+        let message = Arc::new(message);
+        self.board.post(place, self.rank(), Arc::clone(&message));
+        self.link.send(place, &self.members, self.rank(), &message);
+
+        let mut outcome = self.board.wait(place, self.rank(), &self.members, until);
+        if let Outcome::Overdue(missing) = outcome {
+            let ranks = self.culprits(missing);
+            // Someone may have come while the others were asked.
+            outcome = match self.board.wait(place, self.rank(), &self.members, Instant::now()) {
+                Outcome::Overdue(_) => Outcome::Overdue(ranks),
+                other => other,
+            };
+        }
+        let cause = match outcome {
+            Outcome::Ready(messages) => match message::difference(&self.members, &messages) {
+                None => return Ok(messages),
+                Some(difference) => Cause::Disordered { difference },
+            },
+            Outcome::Failed(cause) => return Err(cause.error_in(self.rank(), op)),
+            Outcome::Gone { rank, how } => Cause::Lost { rank, how },
+            Outcome::Overdue(ranks) => Cause::Late {
+                ranks,
+                operation: op.name.to_owned(),
+                sequence: op.sequence,
+                unit: op.unit.to_owned(),
+                deadline: op.deadline,
+            },
+        };
+        Err(self.fail(cause).error_in(self.rank(), op))
+    }
+
+    /// Those of the missing ranks that keep everybody waiting: not those that wait themselves,
+    /// unless all do.
+    fn culprits(&self, missing: Vec<u32>) -> Vec<u32> {
+        let busy = self.link.busy(&self.board, &missing, GRACE);
+        let idle = missing.iter().copied().filter(|rank| !busy.contains(rank)).collect::<Vec<_>>();
+        if idle.is_empty() { missing } else { idle }
+    }
+
+    /// Fails the family, everywhere; returns the cause that stands.
+    pub(crate) fn fail(&self, cause: Cause) -> Cause {
+        let (standing, new) = self.board.fail(cause);
+        if new {
+            tracing::warn!(rank = self.rank(), cause = ?standing, "the ranks' communication has failed");
+            self.link.announce(&standing);
+        }
+        standing
+    }
+
+    /// This rank stops issuing on the group's streams, with the `issued`-th operation.
+    pub(crate) fn leave(&self, issued: u64, how: &str) {
+        self.board.leave(self.group, self.rank(), issued, how);
+        self.link.leave(self.group, &self.members, self.rank(), issued, how);
+    }
+
+    /// The failure, as the error of this operation.
+    pub(crate) fn check(&self, op: &Op<'_>) -> Result<()> {
+        match self.board.failure() {
+            Some(cause) => Err(cause.error_in(self.rank(), op)),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Deadlines beyond this are cut to it, so that adding them to the clock cannot overflow.
+const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
+
+/// An operation that has been issued and must be performed. Dropped unperformed (its stream has
+/// failed, or is gone), it tells the peers that this rank will never come.
+pub(crate) struct Ticket {
+    seat: Arc<Seat>,
+    index: u64,
+    performed: AtomicBool,
+}
+
+impl Ticket {
+    pub(crate) fn new(seat: Arc<Seat>, index: u64) -> Self {
+        Self { seat, index, performed: AtomicBool::new(false) }
+    }
+
+    pub(crate) fn perform(&self, op: &Op<'_>, message: Message) -> Result<Vec<Arc<Message>>, Error> {
+        self.performed.store(true, Ordering::Relaxed);
+        self.seat.round(Lane::Stream, self.index, op, message)
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        if !self.performed.load(Ordering::Relaxed) {
+            self.seat.leave(self.index, "stopped because an earlier operation failed there");
+        }
+    }
+}

@@ -1,0 +1,76 @@
+//! Ranks as threads of one process.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use gather8_kernels::cpu::Cpu;
+
+use crate::communicator::Communicator;
+use crate::error::{Error, Result};
+use crate::host::board::{Board, Cause, Place};
+use crate::host::group::HostGroup;
+use crate::host::message::Message;
+use crate::host::seat::{Link, Seat};
+
+/// The group number of a world; what is split from it gets others.
+const WORLD: u64 = 0;
+
+/// A world of ranks that are threads of this process. Make it once, then give each thread its
+/// [`rank`](Self::rank).
+///
+/// A thread that panics, returns early (dropping its communicator) or falls behind a deadline makes
+/// the operations of all others fail with an error that names it.
+pub struct LocalWorld {
+    board: Arc<Board>,
+    members: Arc<[u32]>,
+}
+
+impl LocalWorld {
+    /// A world of this many ranks.
+    pub fn new(world: u32) -> Self {
+        Self { board: Arc::new(Board::new(true)), members: (0..world).collect() }
+    }
+
+    /// Ranks in the world.
+    pub fn world(&self) -> u32 {
+        self.members.len() as u32
+    }
+
+    /// Rank `rank`'s communicator, whose operations run on that rank's own backend. Take each rank
+    /// once.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] if the world has no such rank.
+    pub fn rank(&self, rank: u32, cpu: Cpu) -> Result<Arc<dyn Communicator<Cpu>>> {
+        if rank >= self.world() {
+            return Err(Error::Usage {
+                operation: "rank".to_owned(),
+                unit: "local world".to_owned(),
+                problem: format!("there is no rank {rank} in a world of {}", self.world()),
+            });
+        }
+        let seat = Seat {
+            board: Arc::clone(&self.board),
+            link: Arc::new(SharedBoard),
+            group: WORLD,
+            members: Arc::clone(&self.members),
+            position: rank as usize,
+        };
+        Ok(Arc::new(HostGroup::new(seat, cpu)))
+    }
+}
+
+/// All ranks read the same board, so nothing need be sent.
+struct SharedBoard;
+
+impl Link for SharedBoard {
+    fn send(&self, _: Place, _: &[u32], _: u32, _: &Arc<Message>) {}
+
+    fn announce(&self, _: &Cause) {}
+
+    fn leave(&self, _: u64, _: &[u32], _: u32, _: u64, _: &str) {}
+
+    fn busy(&self, board: &Board, ranks: &[u32], _: Duration) -> Vec<u32> {
+        ranks.iter().copied().filter(|&rank| board.is_waiting(rank)).collect()
+    }
+}
