@@ -8,6 +8,9 @@ use std::collections::{HashMap, VecDeque};
 
 /// Entries that a log keeps, the newest ones.
 pub const CAPACITY: usize = 4096;
+/// Agreed entries that a log still tells other ranks, since they may have learned of the agreement
+/// a little later.
+const CONTEXT: u64 = 1024;
 /// The longest name that a log keeps; longer ones are cut.
 const NAME_LIMIT: usize = 256;
 /// Different names that a log keeps.
@@ -26,8 +29,8 @@ struct Entry {
 ///
 /// The digest is a chain: `d(0) = 0^32`, `d(n + 1) = blake3(d(n) || len(operation) || operation ||
 /// len(unit) || unit || bytes)` with lengths and bytes as little-endian u64; its first eight bytes
-/// are what travels. The log keeps everything since the last agreed sync, and some before it, up to
-/// [`CAPACITY`] entries.
+/// are what travels. The log keeps the newest [`CAPACITY`] entries and tells those that are not
+/// agreed yet, with some before them.
 #[derive(Clone, Debug, Default)]
 pub struct OrderLog {
     chain: [u8; 32],
@@ -98,12 +101,17 @@ impl OrderLog {
         number
     }
 
-    /// The log for other ranks: positions, names and entries, little endian.
+    /// The log for other ranks: count, names and entries, little endian.
     pub fn to_bytes(&self) -> Vec<u8> {
+        let from = self.agreed.saturating_sub(CONTEXT);
+        let oldest = self.count - self.entries.len() as u64;
+        let skip = usize::try_from(from.saturating_sub(oldest)).unwrap_or(usize::MAX);
+        let told = self.entries.iter().skip(skip);
         let mut used = HashMap::new();
         let mut names = Vec::new();
-        let mut entries = Vec::with_capacity(self.entries.len() * 16);
-        for entry in &self.entries {
+        let mut entries = Vec::with_capacity(told.len() * 16);
+        let entries_len = told.len() as u32;
+        for entry in told {
             for number in [entry.operation, entry.unit] {
                 let next = used.len() as u32;
                 let number = *used.entry(number).or_insert_with(|| {
@@ -116,9 +124,8 @@ impl OrderLog {
         }
         let mut bytes = MAGIC.to_vec();
         bytes.extend(self.count.to_le_bytes());
-        bytes.extend(self.agreed.to_le_bytes());
         bytes.extend((names.len() as u32).to_le_bytes());
-        bytes.extend((self.entries.len() as u32).to_le_bytes());
+        bytes.extend(entries_len.to_le_bytes());
         for name in names {
             bytes.extend((name.len() as u16).to_le_bytes());
             bytes.extend(name.as_bytes());
@@ -150,7 +157,6 @@ impl Told {
     fn read(bytes: &[u8]) -> Option<Self> {
         let mut rest = bytes.strip_prefix(MAGIC)?;
         let count = u64::from_le_bytes(take(&mut rest)?);
-        let _agreed = u64::from_le_bytes(take(&mut rest)?);
         let names_len = u32::from_le_bytes(take(&mut rest)?) as usize;
         let entries_len = u32::from_le_bytes(take(&mut rest)?) as usize;
         if names_len > 2 * CAPACITY || entries_len > CAPACITY || entries_len as u64 > count {
@@ -313,7 +319,6 @@ mod tests {
     fn huge_counts_in_a_log_are_refused() {
         let mut bytes = MAGIC.to_vec();
         bytes.extend(u64::MAX.to_le_bytes());
-        bytes.extend(0_u64.to_le_bytes());
         bytes.extend(u32::MAX.to_le_bytes());
         bytes.extend(u32::MAX.to_le_bytes());
         assert_eq!(first_difference(&[bytes]), "rank 0 sent a log that cannot be read");

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::host::board::{Cause, Lane};
 use crate::host::combine;
 use crate::host::message::{Header, Kind, Message, Payload};
-use crate::host::seat::{DISORDER, Seat, Ticket};
+use crate::host::seat::{DISORDER, Seat, Ticket, UNRESOLVED};
 use crate::shape;
 
 type CpuStream = <Cpu as Backend>::Stream;
@@ -349,7 +349,7 @@ impl Communicator<Cpu> for HostGroup {
         AbortHandle::new(move |reason| {
             let Some(seat) = seat.upgrade() else { return };
             seat.fail(if reason == DISORDER {
-                Cause::Disordered { difference: String::new() }
+                Cause::Disordered { difference: UNRESOLVED.to_owned() }
             } else {
                 Cause::Aborted { rank: seat.rank(), reason: reason.to_owned() }
             });

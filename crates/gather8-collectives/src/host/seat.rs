@@ -16,6 +16,9 @@ const GRACE: Duration = Duration::from_millis(500);
 /// then [`Error::Disordered`] on all of them.
 pub(crate) const DISORDER: &str = "the ranks have issued different operations";
 
+/// The difference in that error until the logs have been compared.
+pub(crate) const UNRESOLVED: &str = "their logs have not been compared yet";
+
 /// How contributions and news reach the other ranks. Nothing here waits, but `busy`.
 pub(crate) trait Link: Send + Sync {
     /// Sends a contribution to every other member.
