@@ -62,8 +62,7 @@ impl OrderLog {
         self.chain = *hasher.finalize().as_bytes();
         self.count += 1;
 
-        let entry =
-            Entry { operation: self.number(operation), unit: self.number(unit), bytes };
+        let entry = Entry { operation: self.number(operation), unit: self.number(unit), bytes };
         if self.entries.len() == CAPACITY {
             self.entries.pop_front();
         }
@@ -275,8 +274,16 @@ mod tests {
 
     #[test]
     fn the_first_difference_is_named() {
-        let a = log(&[("cast", "w", 1), ("all-gather", "block.1", 4096), ("all-gather", "block.2", 4096)]);
-        let b = log(&[("cast", "w", 1), ("all-gather", "block.2", 4096), ("all-gather", "block.1", 4096)]);
+        let a = log(&[
+            ("cast", "w", 1),
+            ("all-gather", "block.1", 4096),
+            ("all-gather", "block.2", 4096),
+        ]);
+        let b = log(&[
+            ("cast", "w", 1),
+            ("all-gather", "block.2", 4096),
+            ("all-gather", "block.1", 4096),
+        ]);
         assert_eq!(
             first_difference(&[a.to_bytes(), b.to_bytes()]),
             "operation 1: rank 0 all-gather of `block.1` (4096 bytes), rank 1 all-gather of `block.2` (4096 bytes)"
@@ -301,7 +308,9 @@ mod tests {
         let position = CAPACITY + 100;
         assert_eq!(
             first_difference(&[a.to_bytes(), b.to_bytes()]),
-            format!("operation {position}: rank 0 all-gather of `x` (1 bytes), rank 1 all-gather of `x` (2 bytes)")
+            format!(
+                "operation {position}: rank 0 all-gather of `x` (1 bytes), rank 1 all-gather of `x` (2 bytes)"
+            )
         );
         assert!(a.entries.len() == CAPACITY && a.names.len() == 2);
     }

@@ -187,9 +187,8 @@ impl<B: Backend> AmaxTable<B> {
             return Err(table_error(format!("two slots are called `{}`", twice.name)));
         }
         let count = slots.len() as u64;
-        let device = |bytes| -> Result<Span<B>> {
-            Ok(Span::whole(&backend.alloc(bytes, Memory::Device)?))
-        };
+        let device =
+            |bytes| -> Result<Span<B>> { Ok(Span::whole(&backend.alloc(bytes, Memory::Device)?)) };
         let banks = [device(bank_bytes(count))?, device(bank_bytes(count))?];
         let records = device(count * RECORD)?;
         let rings = device(count * u64::from(config.history) * 4)?;
@@ -329,8 +328,7 @@ impl<B: Backend> AmaxTable<B> {
         let mut noticed = self.noticed();
         if header.disordered != noticed.header.disordered {
             noticed.header = header;
-            noticed.error =
-                Some(Error::Disordered { difference: UNRESOLVED.to_owned() });
+            noticed.error = Some(Error::Disordered { difference: UNRESOLVED.to_owned() });
         } else if header.refused != noticed.header.refused {
             let names = self.refused_names()?;
             noticed.header = header;
@@ -452,8 +450,7 @@ impl<B: Backend> AmaxTable<B> {
             if record.flags & !slot_flags::SEED != spec.flags() {
                 return refuse("is of another kind, format or scaling");
             }
-            let scales =
-                [record.published, record.published_inv, record.cast, record.cast_inv];
+            let scales = [record.published, record.published_inv, record.cast, record.cast_inv];
             if scales.iter().any(|scale| !scale.is_finite() || *scale <= 0.0) {
                 return refuse("has a scale that is not positive and finite");
             }

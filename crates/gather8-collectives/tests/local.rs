@@ -64,9 +64,7 @@ fn a_source_inside_its_destination_works() {
         let source = r.span_of(bytemuck::cast_slice(&[1.0_f32, 2.0, 3.0, 4.0]));
         let own = source.sub(u64::from(r.rank) * 4..u64::from(r.rank) * 4 + 4).unwrap();
         let parts = [(source, own.clone())];
-        r.comm
-            .reduce_scatter(op(1, "reduce-scatter"), Reduce::SumF32, &parts, &r.stream)
-            .unwrap();
+        r.comm.reduce_scatter(op(1, "reduce-scatter"), Reduce::SumF32, &parts, &r.stream).unwrap();
         assert_eq!(r.bytes(&own).unwrap(), (4.0 * (r.rank + 1) as f32).to_le_bytes());
 
         // Elsewhere in it is refused before anything is issued.
@@ -94,9 +92,7 @@ fn sums_are_in_rank_order() {
         let many = r.span_of(bytemuck::cast_slice(&many));
         let mine = r.zeros(50 * 8);
         let parts = [(many, mine.clone())];
-        r.comm
-            .reduce_scatter(op(2, "reduce-scatter"), Reduce::SumF64, &parts, &r.stream)
-            .unwrap();
+        r.comm.reduce_scatter(op(2, "reduce-scatter"), Reduce::SumF64, &parts, &r.stream).unwrap();
         assert_eq!(r.bytes(&mine).unwrap(), bytemuck::cast_slice::<f64, u8>(&[3.0; 50]));
         (sum, r.bytes(&halves).unwrap())
     });
@@ -205,7 +201,9 @@ fn one_communicator_on_two_streams_is_matched_by_issue_order() {
                 let span = Span::whole(&r.cpu.alloc(4, Memory::Device).unwrap());
                 let word = (i as u32 + 1) << (8 * r.rank);
                 r.cpu.upload(stream, &word.to_le_bytes(), &span).unwrap();
-                r.comm.all_reduce(op(i as u64, "all-reduce"), Reduce::MaxU32, &span, stream).unwrap();
+                r.comm
+                    .all_reduce(op(i as u64, "all-reduce"), Reduce::MaxU32, &span, stream)
+                    .unwrap();
                 span
             })
             .collect::<Vec<_>>();
@@ -436,7 +434,8 @@ fn lengths_are_checked_before_anything_is_issued() {
             "all-gather of `block.0`, part 1: the destination holds 9 bytes, not 2 times the source's 4"
         );
         let bad = [(r.zeros(6), r.zeros(3))];
-        let error = r.comm.reduce_scatter(op(0, "reduce-scatter"), Reduce::SumBf16, &bad, &r.stream);
+        let error =
+            r.comm.reduce_scatter(op(0, "reduce-scatter"), Reduce::SumBf16, &bad, &r.stream);
         assert!(matches!(error, Err(Error::Length { part: 0, .. })));
         let error = r.comm.all_reduce(op(0, "all-reduce"), Reduce::SumF64, &r.zeros(12), &r.stream);
         assert!(matches!(error, Err(Error::Length { .. })));

@@ -157,11 +157,8 @@ impl Board {
             if left.is_zero() {
                 break Outcome::Overdue(missing(&state, place, members));
             }
-            state = self
-                .changed
-                .wait_timeout(state, left)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
+            state =
+                self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         };
         if let Some(count) = state.waiting.get_mut(&rank) {
             *count = count.saturating_sub(1);
@@ -224,10 +221,8 @@ impl Board {
     pub(crate) fn leave(&self, group: u64, rank: u32, issued: u64, how: &str) {
         let mut state = self.lock();
         let group = state.groups.entry(group).or_default();
-        let leaving = group
-            .leaving
-            .entry(rank)
-            .or_insert_with(|| Leaving { issued, how: how.to_owned() });
+        let leaving =
+            group.leaving.entry(rank).or_insert_with(|| Leaving { issued, how: how.to_owned() });
         if issued < leaving.issued {
             *leaving = Leaving { issued, how: how.to_owned() };
         }

@@ -13,12 +13,24 @@ const NAN_BF16: u16 = 0x7fc0;
 pub(crate) fn reduce(reduce: Reduce, sources: &[&[u8]], out: &mut [u8]) {
     match reduce {
         Reduce::MaxU32 => fold(sources, out, u32::from_le_bytes, u32::max, u32::to_le_bytes),
-        Reduce::SumF32 => fold(sources, out, f32::from_le_bytes, |a, b| a + b, |sum| {
-            if sum.is_nan() { NAN_F32.to_le_bytes() } else { sum.to_le_bytes() }
-        }),
-        Reduce::SumF64 => fold(sources, out, f64::from_le_bytes, |a, b| a + b, |sum| {
-            if sum.is_nan() { f64::NAN.to_le_bytes() } else { sum.to_le_bytes() }
-        }),
+        Reduce::SumF32 => fold(
+            sources,
+            out,
+            f32::from_le_bytes,
+            |a, b| a + b,
+            |sum| {
+                if sum.is_nan() { NAN_F32.to_le_bytes() } else { sum.to_le_bytes() }
+            },
+        ),
+        Reduce::SumF64 => fold(
+            sources,
+            out,
+            f64::from_le_bytes,
+            |a, b| a + b,
+            |sum| {
+                if sum.is_nan() { f64::NAN.to_le_bytes() } else { sum.to_le_bytes() }
+            },
+        ),
         Reduce::SumBf16 => fold(
             sources,
             out,

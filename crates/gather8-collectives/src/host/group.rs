@@ -50,12 +50,7 @@ impl Named {
     }
 
     fn op(&self) -> Op<'_> {
-        Op {
-            sequence: self.sequence,
-            name: &self.name,
-            unit: &self.unit,
-            deadline: self.deadline,
-        }
+        Op { sequence: self.sequence, name: &self.name, unit: &self.unit, deadline: self.deadline }
     }
 }
 
@@ -82,10 +77,8 @@ impl HostGroup {
         unpack: impl FnOnce(&mut Views<'_>, &[Arc<Message>]) -> HostResult<()> + Send + 'static,
     ) -> Result<()> {
         self.seat.check(op)?;
-        let ticket = Ticket::new(
-            Arc::clone(&self.seat),
-            self.issued.fetch_add(1, Ordering::Relaxed),
-        );
+        let ticket =
+            Ticket::new(Arc::clone(&self.seat), self.issued.fetch_add(1, Ordering::Relaxed));
         let named = Named::new(op);
         let label = format!("{} #{} of `{}`", op.name, op.sequence, op.unit);
         let work = move |views: &mut Views<'_>| -> Result<()> {
@@ -94,9 +87,8 @@ impl HostGroup {
             Ok(unpack(views, &messages)?)
         };
         let work = move |views: &mut Views<'_>| {
-            work(views).map_err(|error| -> Arc<dyn std::error::Error + Send + Sync> {
-                Arc::new(error)
-            })
+            work(views)
+                .map_err(|error| -> Arc<dyn std::error::Error + Send + Sync> { Arc::new(error) })
         };
         self.cpu.submit(on, &label, accesses, work).map_err(Error::from_backend)
     }
@@ -151,8 +143,7 @@ impl Communicator<Cpu> for HostGroup {
         accesses.extend(sources.map(|((source, _), _)| Access::Read(source.clone())));
 
         let lengths = parts.iter().map(|(source, _)| length(source)).collect::<Vec<_>>();
-        let header =
-            Header::new(Kind::AllGather, &op, lengths.iter().map(|&n| n as u64).collect());
+        let header = Header::new(Kind::AllGather, &op, lengths.iter().map(|&n| n as u64).collect());
         let position = self.seat.position;
         let for_pack = lengths.clone();
         let pack = move |views: &mut Views<'_>| {
@@ -263,8 +254,7 @@ impl Communicator<Cpu> for HostGroup {
         shape::check_all_reduce(&op, reduce, span)?;
         let header = Header::new(Kind::AllReduce(reduce), &op, vec![span.len()]);
         let position = self.seat.position;
-        let pack =
-            |views: &mut Views<'_>| Ok(Payload::Same(Arc::new(views.write(0)?.to_vec())));
+        let pack = |views: &mut Views<'_>| Ok(Payload::Same(Arc::new(views.write(0)?.to_vec())));
         let unpack = move |views: &mut Views<'_>, messages: &[Arc<Message>]| {
             let sources = messages
                 .iter()
@@ -281,8 +271,7 @@ impl Communicator<Cpu> for HostGroup {
         let header = Header::new(Kind::Broadcast(root), &op, vec![span.len()]);
         let (position, from) = (self.seat.position, root as usize);
         let is_root = position == from;
-        let access =
-            if is_root { Access::Read(span.clone()) } else { Access::Write(span.clone()) };
+        let access = if is_root { Access::Read(span.clone()) } else { Access::Write(span.clone()) };
         let pack = move |views: &mut Views<'_>| {
             Ok(if is_root {
                 Payload::Same(Arc::new(views.read(0)?.to_vec()))

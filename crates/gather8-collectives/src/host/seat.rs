@@ -142,7 +142,11 @@ impl Ticket {
         Self { seat, index, performed: AtomicBool::new(false) }
     }
 
-    pub(crate) fn perform(&self, op: &Op<'_>, message: Message) -> Result<Vec<Arc<Message>>, Error> {
+    pub(crate) fn perform(
+        &self,
+        op: &Op<'_>,
+        message: Message,
+    ) -> Result<Vec<Arc<Message>>, Error> {
         self.performed.store(true, Ordering::Relaxed);
         self.seat.round(Lane::Stream, self.index, op, message)
     }

@@ -1,0 +1,355 @@
+//! Gathering units ahead of use and giving their memory back after.
+
+use std::sync::Arc;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use gather8_kernels::Backend;
+use tracing::trace_span;
+
+use crate::error::{Error, Result};
+use crate::fsdp::{Fsdp, Phase, State};
+use crate::spec::{UnitId, WeightId};
+use crate::view::{Residence, WeightView};
+
+/// A unit that stays gathered as long as this lives: the way for trainers that know when a block
+/// begins and ends.
+pub struct UnitGuard<'a, B: Backend> {
+    fsdp: &'a Fsdp<B>,
+    unit: UnitId,
+}
+
+impl<B: Backend> UnitGuard<'_, B> {
+    /// One of the unit's weights.
+    ///
+    /// # Errors
+    /// [`Error::Unknown`] if the weight is not of this unit.
+    pub fn weight(&self, id: WeightId) -> Result<WeightView<B>> {
+        let unit = self.fsdp.unit(self.unit)?;
+        if !unit.weights.contains(&id.0) {
+            return Err(Error::Weight {
+                weight: self.fsdp.sharded(id)?.spec.name.clone(),
+                problem: format!("it is not part of unit `{}`", unit.name),
+            });
+        }
+        let mut state = self.fsdp.lock();
+        self.fsdp.view(&mut state, id)
+    }
+
+    /// Gives the unit's memory back now and says if that failed; dropping does the same in silence.
+    ///
+    /// # Errors
+    /// A failure of the device.
+    pub fn reshard(self) -> Result<()> {
+        let result = self.fsdp.reshard(self.unit);
+        std::mem::forget(self);
+        result
+    }
+}
+
+impl<B: Backend> Drop for UnitGuard<'_, B> {
+    fn drop(&mut self) {
+        if let Err(error) = self.fsdp.reshard(self.unit) {
+            tracing::warn!(%error, "reshard");
+        }
+    }
+}
+
+impl<B: Backend> Fsdp<B> {
+    /// A gathered weight, for autograd engines that have no hooks around a block.
+    ///
+    /// Forward: its unit is gathered if it is not resident, units of other weights that are not
+    /// held are resharded (the last one stays for the backward pass), the next unit in the order of
+    /// the first pass is gathered ahead, and one gradient is expected. Backward: the same in
+    /// reverse, but units are resharded when their last expected gradient has
+    /// [arrived](Self::gradient), or, if they expect none, when another unit is asked for.
+    ///
+    /// # Errors
+    /// [`Error::StaleBytes`], [`Error::ArenaExhausted`], a failure of a collective.
+    pub fn weight(&self, id: WeightId, phase: Phase) -> Result<WeightView<B>> {
+        self.check()?;
+        self.explained(self.weight_unexplained(id, phase))
+    }
+
+    fn weight_unexplained(&self, id: WeightId, phase: Phase) -> Result<WeightView<B>> {
+        self.sharded(id)?;
+        let unit_id = self.unit_of(id)?;
+        let mut state = self.lock();
+        let held = self.unit(unit_id)?.held;
+        let enters = !held
+            && (state.entered != Some((unit_id, phase))
+                || state.unit(unit_id)?.residence.is_none());
+        if enters {
+            self.leave_others(&mut state, unit_id, phase)?;
+        }
+        self.ensure(&mut state, unit_id)?;
+        self.enter(&mut state, unit_id)?;
+        if enters {
+            state.entered = Some((unit_id, phase));
+            if !state.order.contains(&unit_id) {
+                state.order.push(unit_id);
+            }
+            self.prefetch_around(&mut state, unit_id, phase)?;
+        }
+        if phase == Phase::Forward && self.sharded(id)?.spec.trainable {
+            state.weight(id)?.expected += 1;
+        }
+        self.view(&mut state, id)
+    }
+
+    /// Gathers a unit and keeps it until the guard is gone.
+    ///
+    /// # Errors
+    /// As [`weight`](Self::weight).
+    pub fn unshard(&self, unit: UnitId) -> Result<UnitGuard<'_, B>> {
+        self.check()?;
+        let issue = || {
+            let mut state = self.lock();
+            self.ensure(&mut state, unit)?;
+            self.enter(&mut state, unit)
+        };
+        self.explained(issue())?;
+        Ok(UnitGuard { fsdp: self, unit })
+    }
+
+    /// Starts gathering a unit that is needed soon. Does nothing if it is resident.
+    ///
+    /// # Errors
+    /// As [`weight`](Self::weight).
+    pub fn prefetch(&self, unit: UnitId) -> Result<()> {
+        self.check()?;
+        let mut state = self.lock();
+        if state.unit(unit)?.residence.is_none() {
+            self.ensure(&mut state, unit)?;
+        }
+        Ok(())
+    }
+
+    /// Gives a unit's gathered memory back; views of its weights become invalid. Does nothing if it
+    /// is not resident.
+    ///
+    /// # Errors
+    /// A failure of the device.
+    pub fn reshard(&self, unit: UnitId) -> Result<()> {
+        let mut state = self.lock();
+        self.release(&mut state, unit)
+    }
+
+    /// True while a unit is gathered.
+    ///
+    /// # Errors
+    /// [`Error::Unknown`].
+    pub fn is_resident(&self, unit: UnitId) -> Result<bool> {
+        Ok(self.lock().unit(unit)?.residence.is_some())
+    }
+
+    pub(crate) fn unit_of(&self, id: WeightId) -> Result<UnitId> {
+        self.sharded(id)?;
+        self.unit_of.get(id.0).copied().ok_or_else(|| Error::Unknown {
+            what: "weight",
+            which: format!("number {}", id.0),
+            count: self.weights.len(),
+        })
+    }
+
+    fn view(&self, state: &mut State<B>, id: WeightId) -> Result<WeightView<B>> {
+        let weight = self.sharded(id)?;
+        let unit_id = self.unit_of(id)?;
+        let unit = self.unit(unit_id)?;
+        let residence = state.unit(unit_id)?.residence.clone();
+        let residence = residence.ok_or_else(|| Error::UsedAfterReshard {
+            weight: weight.spec.name.clone(),
+            unit: unit.name.clone(),
+        })?;
+        let unsharded = unit
+            .places
+            .get(residence.place)
+            .and_then(|place| place.unsharded.get(id.0 - unit.weights.start))
+            .cloned()
+            .ok_or_else(|| Error::Weight {
+                weight: weight.spec.name.clone(),
+                problem: "its unit was gathered to a place that does not exist; report this".into(),
+            })?;
+        Ok(WeightView {
+            backend: self.backend.clone(),
+            residence,
+            unsharded,
+            name: weight.spec.name.clone(),
+            shape: weight.spec.shape.clone(),
+            stream: self.streams.compute.clone(),
+        })
+    }
+
+    /// Reshards what `entering` a unit leaves behind.
+    fn leave_others(&self, state: &mut State<B>, entering: UnitId, phase: Phase) -> Result<()> {
+        for (number, unit) in self.units.iter().enumerate() {
+            let other = UnitId(number);
+            if other == entering || unit.held || state.unit(other)?.residence.is_none() {
+                continue;
+            }
+            let awaited = phase == Phase::Backward && self.awaits_gradients(state, other)?;
+            // What was gathered ahead is not "another weight's unit that was used"; it goes only
+            // if its slot is needed.
+            let keep_ahead = state.unit(other)?.ahead
+                && (state.unit(entering)?.residence.is_some() || state.arena.free() > 0);
+            if !awaited && !keep_ahead {
+                self.release(state, other)?;
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn awaits_gradients(&self, state: &mut State<B>, unit: UnitId) -> Result<bool> {
+        for id in self.unit(unit)?.weights.clone() {
+            let weight = state.weight(WeightId(id))?;
+            if weight.arrived < weight.expected {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    fn prefetch_around(&self, state: &mut State<B>, unit: UnitId, phase: Phase) -> Result<()> {
+        let Some(position) = state.order.iter().position(|&other| other == unit) else {
+            return Ok(());
+        };
+        for distance in 1..=self.config.gather.prefetch as usize {
+            let neighbour = match phase {
+                Phase::Backward => position.checked_sub(distance),
+                Phase::Forward | Phase::Inference => Some(position + distance),
+            };
+            let Some(&next) = neighbour.and_then(|at| state.order.get(at)) else { break };
+            if state.unit(next)?.residence.is_some() {
+                continue;
+            }
+            if state.arena.free() == 0 {
+                break;
+            }
+            self.ensure(state, next)?;
+        }
+        Ok(())
+    }
+
+    /// Makes the compute stream wait for a unit that is now used for the first time.
+    fn enter(&self, state: &mut State<B>, id: UnitId) -> Result<()> {
+        let unit = state.unit(id)?;
+        if !std::mem::take(&mut unit.ahead) {
+            return Ok(());
+        }
+        if let Some(residence) = &unit.residence {
+            self.backend.wait(&self.streams.compute, &residence.ready, "use-after-gather")?;
+            residence.add_consumer(&self.streams.compute);
+        }
+        Ok(())
+    }
+
+    /// Casts what must be cast and gathers the unit, ahead of use.
+    pub(crate) fn ensure(&self, state: &mut State<B>, id: UnitId) -> Result<()> {
+        if state.unit(id)?.residence.is_some() {
+            return Ok(());
+        }
+        let unit = self.unit(id)?;
+        let span = trace_span!("unshard", unit = %unit.name);
+        let _entered = span.enter();
+        let stale = self.refuse_stale(state, id)?;
+        let on = &self.streams.gather;
+        if state.gather_waits_for_sync {
+            if let Some(synced) = &state.synced {
+                self.backend.wait(on, synced, "gather-after-sync")?;
+            }
+            state.gather_waits_for_sync = false;
+        }
+        let (place_number, fences) = if unit.held {
+            (0, std::mem::take(&mut state.unit(id)?.fences))
+        } else {
+            let taken = state.arena.take(&unit.name)?;
+            let mut fences = taken.fences;
+            fences.append(&mut state.unit(id)?.fences);
+            (taken.number, fences)
+        };
+        for fence in &fences {
+            self.backend.wait(on, fence, "gather-into-free-slot")?;
+        }
+        if let (Some(cast), true) = (&unit.cast, stale) {
+            let _entered = trace_span!("cast", unit = %unit.name).entered();
+            self.backend.run(on, cast)?;
+            for number in unit.weights.clone() {
+                let weight = state.weight(WeightId(number))?;
+                weight.bytes_version = weight.version;
+            }
+        }
+        let place = unit.places.get(place_number).ok_or_else(|| Error::Unknown {
+            what: "unit",
+            which: format!("`{}`'s slot {place_number}", unit.name),
+            count: unit.places.len(),
+        })?;
+        if !place.parts.is_empty() {
+            let _entered =
+                trace_span!("all_gather", unit = %unit.name, bytes = unit.gathered_bytes).entered();
+            let op = self.gather.op("all-gather", &unit.name);
+            state.log.note(op.name, op.unit, unit.gathered_bytes);
+            self.gather.communicator.all_gather(op, &place.parts, on)?;
+            if let Some((records, snapshot)) = &place.records {
+                self.backend.copy(on, records, snapshot)?;
+            }
+        }
+        state.traffic.gathered_bytes += unit.gathered_bytes;
+        state.traffic.gathers += 1;
+        let ready = self.backend.record(on)?;
+        state.last_gather = Some(ready.clone());
+        state.unit(id)?.ahead = true;
+        state.unit(id)?.residence = Some(Arc::new(Residence {
+            unit_name: unit.name.clone(),
+            place: place_number,
+            ready,
+            released: AtomicBool::new(false),
+            consumers: Mutex::new(Vec::new()),
+        }));
+        Ok(())
+    }
+
+    /// True if a float8 weight of the unit must be cast; an error if its scale is not known yet.
+    fn refuse_stale(&self, state: &mut State<B>, id: UnitId) -> Result<bool> {
+        let mut stale = false;
+        for number in self.unit(id)?.weights.clone() {
+            let weight_id = WeightId(number);
+            let sharded = self.sharded(weight_id)?;
+            let unsynced =
+                state.stepped && sharded.spec.trainable || state.dirty.contains(&weight_id);
+            let weight = state.weight(weight_id)?;
+            if sharded.float8.is_none() || weight.bytes_version == weight.version {
+                continue;
+            }
+            if unsynced {
+                return Err(Error::StaleBytes {
+                    weight: sharded.spec.name.clone(),
+                    bytes: weight.bytes_version,
+                    weight_version: weight.version,
+                });
+            }
+            stale = true;
+        }
+        Ok(stale)
+    }
+
+    pub(crate) fn release(&self, state: &mut State<B>, id: UnitId) -> Result<()> {
+        let Some(residence) = state.unit(id)?.residence.take() else { return Ok(()) };
+        let unit = self.unit(id)?;
+        let _entered = trace_span!("reshard", unit = %unit.name).entered();
+        residence.released.store(true, Ordering::Release);
+        state.unit(id)?.ahead = false;
+        let fences = residence
+            .consumers()
+            .iter()
+            .map(|stream| self.backend.record(stream))
+            .collect::<Result<Vec<_>, _>>()?;
+        let borrowed = unit.places.get(residence.place).is_some_and(|place| place.parts.is_empty());
+        if borrowed || unit.held {
+            state.unit(id)?.fences = fences.clone();
+        }
+        if !unit.held {
+            state.arena.give_back(residence.place, fences);
+        }
+        Ok(())
+    }
+}

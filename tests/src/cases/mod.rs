@@ -1,0 +1,43 @@
+//! The cases, by what they are about.
+
+pub mod gather;
+pub mod lifecycle;
+pub mod refusals;
+pub mod scaling;
+pub mod training;
+
+use gather8_kernels::Backend;
+
+use crate::Case;
+
+/// Every case with its name, for runners that go through all of them.
+pub fn all<B: Backend>() -> Vec<(&'static str, Case<B>)> {
+    vec![
+        (
+            "gathered_bytes_are_the_cast_of_the_whole_weight",
+            gather::bytes_are_the_cast_of_the_whole_weight,
+        ),
+        ("traffic_follows_the_formula", gather::traffic_follows_the_formula),
+        ("decoded_weights_differ_plausibly", gather::decoded_weights_differ_plausibly),
+        ("plain_weights_arrive_as_stored", gather::plain_weights_arrive_as_stored),
+        ("delayed_lags_by_one_version", scaling::delayed_lags_by_one_version),
+        ("a_spike_lasts_for_history_syncs", scaling::a_spike_lasts_for_history_syncs),
+        ("the_first_cast_does_not_saturate", scaling::the_first_cast_does_not_saturate),
+        ("untouched_slots_rest", scaling::untouched_slots_rest),
+        ("larger_of_two_accumulations", scaling::larger_of_two_accumulations),
+        ("nan_in_one_shard_is_named_everywhere", refusals::nan_in_one_shard_is_named_everywhere),
+        ("activations_are_kept_out", refusals::activations_are_kept_out),
+        ("found_inf_skips_everywhere", refusals::found_inf_skips_everywhere),
+        ("swapped_gathers_are_named", refusals::swapped_gathers_are_named),
+        ("different_models_are_named", refusals::different_models_are_named),
+        ("wrong_calls_are_refused", lifecycle::wrong_calls_are_refused),
+        ("unused_units_rest", lifecycle::unused_units_rest),
+        ("microbatches_add", lifecycle::microbatches_add),
+        ("no_sync_gives_the_same", lifecycle::no_sync_gives_the_same),
+        ("tied_weights_add", lifecycle::tied_weights_add),
+        ("explicit_units", lifecycle::explicit_units),
+        ("ten_steps_match_the_unsharded_model", training::ten_steps_match_the_unsharded_model),
+        ("ten_steps_match_with_a_frozen_layer", training::ten_steps_match_with_a_frozen_layer),
+        ("remainders_match_f32_masters", training::remainders_match_f32_masters),
+    ]
+}

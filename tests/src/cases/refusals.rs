@@ -1,0 +1,217 @@
+//! What must not pass, and that every rank says the same of it.
+
+use anyhow::{bail, ensure};
+use gather8::{Error, Fsdp, Phase, Scaling, UnitSpec, WeightSpec};
+use gather8_collectives::Error as CollectiveError;
+use gather8_kernels::{Backend, DType, Format, Memory, Span, Tensor};
+
+use crate::Context;
+use crate::model::{Mlp, initial};
+
+/// All ranks got the same text.
+fn agree<B: Backend>(cx: &Context<B>, text: &str) -> anyhow::Result<()> {
+    let texts = cx.exchange("verdict", text.as_bytes())?;
+    ensure!(
+        texts.iter().all(|other| other == text.as_bytes()),
+        "the ranks say different things: {:?}",
+        texts.iter().map(|text| String::from_utf8_lossy(text)).collect::<Vec<_>>()
+    );
+    Ok(())
+}
+
+/// A NaN or an infinity in one rank's shard: every rank gets the error that names the weight;
+/// scales and rings stay.
+pub fn nan_in_one_shard_is_named_everywhere<B: Backend>(cx: &Context<B>) -> anyhow::Result<()> {
+    for scaling in [Scaling::Dynamic, Scaling::delayed()] {
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            for culprit in 0..cx.world() {
+                let mut config = cx.config();
+                config.scaling = scaling;
+                let rows = u64::from(cx.world());
+                let specs = ["good", "bad", "fine"].map(|name| WeightSpec::float8(name, [rows, 5]));
+                let fsdp = Fsdp::builder(config, cx.backend.clone(), cx.communicator.clone())
+                    .unit(UnitSpec::new("unit", specs))
+                    .build(|spec, rows| anyhow::Ok(initial(spec, rows)))?;
+                let before = fsdp.table_snapshot()?;
+                let (rank, id) = (cx.rank(), fsdp.weight_id("bad")?);
+                fsdp.update(id, |values| {
+                    if rank == culprit {
+                        values[2] = bad;
+                    }
+                })?;
+                let Err(error) = fsdp.sync_blocking() else {
+                    bail!("{bad} on rank {culprit} went unnoticed");
+                };
+                let Error::Collective(CollectiveError::NonFiniteWeights { names }) = &error else {
+                    bail!("{bad} gave: {error}");
+                };
+                ensure!(names == &["bad".to_owned()], "it names {names:?}");
+                ensure!(error.to_string().contains("`bad`"), "the text does not name it: {error}");
+                // The seed flag of the changed weight stays for the next try; nothing else moves.
+                let mut after = fsdp.table_snapshot()?;
+                for (after, before) in after.records.iter_mut().zip(&before.records) {
+                    after.flags = before.flags;
+                }
+                ensure!(after == before, "scales or rings moved");
+                ensure!(fsdp.weight(id, Phase::Inference).is_err(), "later calls must fail too");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// In an input or gradient slot a NaN is counted and kept out, and training goes on.
+pub fn activations_are_kept_out<B: Backend>(cx: &Context<B>) -> anyhow::Result<()> {
+    let mut config = cx.config();
+    config.scaling = Scaling::delayed();
+    let model = Mlp::uneven();
+    let fsdp = Fsdp::builder(config, cx.backend.clone(), cx.communicator.clone())
+        .units(model.units())
+        .input_slot("input", Format::E4m3)
+        .gradient_slot("gradient", Format::E5m2)
+        .build(|spec, rows| anyhow::Ok(initial(spec, rows)))?;
+    let record = |slot: &str, value: f32| -> anyhow::Result<()> {
+        let buffer = cx.backend.alloc(4, Memory::Device)?;
+        let tensor = Tensor::new(Span::whole(&buffer), DType::F32)?;
+        cx.backend.upload(fsdp.compute_stream(), &value.to_le_bytes(), &tensor.span)?;
+        Ok(fsdp.record_amax(slot, &tensor)?)
+    };
+    record("input", 2.0)?;
+    record("gradient", 2.0)?;
+    fsdp.sync_blocking()?;
+    let (input, gradient) = (fsdp.activation_scale("input")?, fsdp.activation_scale("gradient")?);
+    ensure!(input == (224.0, 0) && gradient == (28672.0, 0), "{input:?} {gradient:?}");
+    let last = cx.world() - 1;
+    record("input", if cx.rank() == last { f32::NAN } else { 1.0 })?;
+    record("gradient", if cx.rank() == 0 { f32::INFINITY } else { 1.0 })?;
+    fsdp.sync_blocking()?;
+    ensure!(fsdp.activation_scale("input")? == (224.0, 1), "a NaN moved the input's scale");
+    ensure!(fsdp.activation_scale("gradient")? == (28672.0, 1), "an infinity moved the gradient's");
+    model.train(&fsdp, &[model.example(u64::from(cx.rank()))])?;
+    fsdp.step()?;
+    fsdp.sync_blocking()?;
+    ensure!(fsdp.report()?.steps == 1, "training must go on");
+    Ok(())
+}
+
+/// A NaN in one rank's gradients: all ranks skip the same step, and every state is bit for bit what
+/// it was.
+pub fn found_inf_skips_everywhere<B: Backend>(cx: &Context<B>) -> anyhow::Result<()> {
+    for scaling in [Scaling::Dynamic, Scaling::delayed()] {
+        let mut config = cx.config();
+        config.scaling = scaling;
+        let model = Mlp::uneven();
+        let fsdp = Fsdp::builder(config, cx.backend.clone(), cx.communicator.clone())
+            .units(model.units())
+            .build(|spec, rows| anyhow::Ok(initial(spec, rows)))?;
+        let id = fsdp.weight_id("layer1.weight")?;
+        let step = |poison: Option<f32>| -> anyhow::Result<()> {
+            model.train(&fsdp, &[model.example(u64::from(cx.rank()))])?;
+            if let Some(poison) = poison {
+                // A second use of one weight brings the bad value in.
+                let view = fsdp.weight(id, Phase::Forward)?;
+                let mut values = vec![0.0; view.to_f32()?.len()];
+                if cx.rank() == cx.world() - 1 {
+                    values[3] = poison;
+                }
+                fsdp.gradient(id, &values)?;
+            }
+            fsdp.step()?;
+            Ok(fsdp.sync_blocking()?)
+        };
+        step(None)?;
+        let state = || -> anyhow::Result<Vec<u32>> {
+            let mut bits = Vec::new();
+            for spec in fsdp.weights().map(|spec| spec.name.clone()).collect::<Vec<_>>() {
+                let id = fsdp.weight_id(&spec)?;
+                bits.extend(fsdp.master(id)?.iter().map(|x| x.to_bits()));
+                let (m, v) = fsdp.moments(id)?;
+                bits.extend(m.iter().chain(&v).map(|x| x.to_bits()));
+                let bytes = fsdp.weight(id, Phase::Inference)?.to_bytes()?;
+                bits.extend(bytes.into_iter().map(u32::from));
+            }
+            fsdp.discard_gradients()?;
+            Ok(bits)
+        };
+        let before = state()?;
+        let table = fsdp.table_snapshot()?;
+        for (poison, skipped) in [(f32::NAN, 1), (f32::INFINITY, 2)] {
+            step(Some(poison))?;
+            let report = fsdp.report()?;
+            ensure!(
+                report.found_inf && report.steps == 1 && report.skipped == skipped,
+                "{report:?}"
+            );
+            ensure!(state()? == before, "a skipped step changed something");
+            ensure!(fsdp.table_snapshot()? == table, "a skipped step moved a scale");
+        }
+        step(None)?;
+        let report = fsdp.report()?;
+        ensure!(!report.found_inf && report.steps == 2, "{report:?}");
+        ensure!(state()? != before, "the step after must count");
+    }
+    Ok(())
+}
+
+/// Two ranks that gather two equal-sized units in swapped order both get an error that names the
+/// difference.
+pub fn swapped_gathers_are_named<B: Backend>(cx: &Context<B>) -> anyhow::Result<()> {
+    if cx.world() == 1 {
+        return Ok(());
+    }
+    let units = ["left", "right"]
+        .map(|name| UnitSpec::new(name, [WeightSpec::float8(format!("{name}.weight"), [16, 16])]));
+    let fsdp = Fsdp::builder(cx.config(), cx.backend.clone(), cx.communicator.clone())
+        .units(units)
+        .build(|spec, rows| anyhow::Ok(initial(spec, rows)))?;
+    let order = if cx.rank() == 1 { ["right", "left"] } else { ["left", "right"] };
+    let swapped = || -> gather8::Result<()> {
+        for name in order {
+            fsdp.unshard(fsdp.unit_id(name)?)?.reshard()?;
+        }
+        fsdp.sync_blocking()
+    };
+    let Err(error) = swapped() else { bail!("swapped gathers went unnoticed") };
+    let text = error.to_string();
+    let named = matches!(error, Error::Collective(CollectiveError::Disordered { .. }))
+        && text.contains("`left`")
+        && text.contains("`right`")
+        && text.contains("rank 0")
+        && text.contains("rank 1");
+    ensure!(named, "the error is: {text}");
+    Ok(())
+}
+
+/// Ranks that were given different models or configurations all say so, in the same words.
+pub fn different_models_are_named<B: Backend>(cx: &Context<B>) -> anyhow::Result<()> {
+    if cx.world() == 1 {
+        return Ok(());
+    }
+    let odd = cx.rank() == cx.world() - 1;
+    let build = |spec: WeightSpec, config: gather8::Config| {
+        Fsdp::builder(config, cx.backend.clone(), cx.communicator.clone())
+            .unit(UnitSpec::new("unit", [spec]))
+            .build(|spec, rows| anyhow::Ok(initial(spec, rows)))
+    };
+    let mut other = cx.config();
+    other.scaling = Scaling::delayed();
+    let variants = [
+        (WeightSpec::float8("other", [4, 4]), cx.config(), "`other`"),
+        (WeightSpec::float8("w", [4, 5]), cx.config(), "[4, 5]"),
+        (WeightSpec::plain("w", [4, 4]), cx.config(), "as stored"),
+        (WeightSpec::float8("w", [4, 4]).frozen(), cx.config(), "frozen"),
+        (WeightSpec::float8("w", [4, 4]), other, "scaling"),
+    ];
+    for (spec, config, named) in variants {
+        let usual = (WeightSpec::float8("w", [4, 4]), cx.config());
+        let (spec, config) = if odd { (spec, config) } else { usual };
+        let error = match build(spec, config) {
+            Ok(_) => bail!("a different {named} went unnoticed"),
+            Err(error) => error,
+        };
+        ensure!(matches!(error, Error::Disagreement { .. }), "{error}");
+        ensure!(error.to_string().contains(named), "{error} does not name {named}");
+        agree(cx, &error.to_string())?;
+    }
+    Ok(())
+}

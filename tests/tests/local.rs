@@ -1,0 +1,50 @@
+//! Every case on the CPU, ranks as threads, at worlds 1 to 8.
+
+use gather8_conformance::threads::{WORLDS, run};
+
+macro_rules! cases {
+    ($($module:ident :: $case:ident),* $(,)?) => {
+        $(
+            #[test]
+            fn $case() {
+                for world in WORLDS {
+                    run(world, gather8_conformance::cases::$module::$case);
+                }
+            }
+        )*
+
+        /// The list here and the list for other runners are the same.
+        #[test]
+        fn the_list_is_whole() {
+            let here = [$(stringify!($case)),*];
+            let all = gather8_conformance::cases::all::<gather8_kernels::cpu::Cpu>();
+            assert_eq!(here.len(), all.len(), "a case is missing from one list");
+        }
+    };
+}
+
+cases! {
+    gather::bytes_are_the_cast_of_the_whole_weight,
+    gather::traffic_follows_the_formula,
+    gather::decoded_weights_differ_plausibly,
+    gather::plain_weights_arrive_as_stored,
+    scaling::delayed_lags_by_one_version,
+    scaling::a_spike_lasts_for_history_syncs,
+    scaling::the_first_cast_does_not_saturate,
+    scaling::untouched_slots_rest,
+    scaling::larger_of_two_accumulations,
+    refusals::nan_in_one_shard_is_named_everywhere,
+    refusals::activations_are_kept_out,
+    refusals::found_inf_skips_everywhere,
+    refusals::swapped_gathers_are_named,
+    refusals::different_models_are_named,
+    lifecycle::wrong_calls_are_refused,
+    lifecycle::unused_units_rest,
+    lifecycle::microbatches_add,
+    lifecycle::no_sync_gives_the_same,
+    lifecycle::tied_weights_add,
+    lifecycle::explicit_units,
+    training::ten_steps_match_the_unsharded_model,
+    training::ten_steps_match_with_a_frozen_layer,
+    training::remainders_match_f32_masters,
+}
