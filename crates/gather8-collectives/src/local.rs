@@ -1,7 +1,8 @@
 //! Ranks as threads of one process.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::Instant;
 
 use gather8_kernels::cpu::Cpu;
 
@@ -70,7 +71,8 @@ impl Link for SharedBoard {
 
     fn leave(&self, _: u64, _: &[u32], _: u32, _: u64, _: &str) {}
 
-    fn busy(&self, board: &Board, ranks: &[u32], _: Duration) -> Vec<u32> {
-        ranks.iter().copied().filter(|&rank| board.is_waiting(rank)).collect()
+    fn waits_for(&self, board: &Board, ranks: &[u32], _: Instant) -> BTreeMap<u32, Vec<u32>> {
+        let waits = ranks.iter().map(|&rank| (rank, board.waits_for(rank)));
+        waits.filter(|(_, others)| !others.is_empty()).collect()
     }
 }

@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 
 /// Every destination is `world` times its source, and a source that shares bytes with its
 /// destination lies at its own place in it.
-pub fn check_all_gather<B: Backend>(
+pub(crate) fn check_all_gather<B: Backend>(
     op: &Op<'_>,
     rank: u32,
     world: u32,
@@ -32,7 +32,7 @@ pub fn check_all_gather<B: Backend>(
 
 /// Every source is `world` times its destination and both hold whole elements; a destination that
 /// shares bytes with its source lies at its own place in it.
-pub fn check_reduce_scatter<B: Backend>(
+pub(crate) fn check_reduce_scatter<B: Backend>(
     op: &Op<'_>,
     rank: u32,
     world: u32,
@@ -58,12 +58,16 @@ pub fn check_reduce_scatter<B: Backend>(
 }
 
 /// The span holds whole elements.
-pub fn check_all_reduce<B: Backend>(op: &Op<'_>, reduce: Reduce, span: &Span<B>) -> Result<()> {
+pub(crate) fn check_all_reduce<B: Backend>(
+    op: &Op<'_>,
+    reduce: Reduce,
+    span: &Span<B>,
+) -> Result<()> {
     whole_elements(op, 0, reduce, span)
 }
 
 /// The root is a rank.
-pub fn check_root(op: &Op<'_>, root: u32, world: u32) -> Result<()> {
+pub(crate) fn check_root(op: &Op<'_>, root: u32, world: u32) -> Result<()> {
     if root < world {
         return Ok(());
     }
@@ -113,12 +117,12 @@ fn own_place<B: Backend>(
 }
 
 /// Whether two spans share a byte.
-pub fn overlap<B: Backend>(a: &Span<B>, b: &Span<B>) -> bool {
+pub(crate) fn overlap<B: Backend>(a: &Span<B>, b: &Span<B>) -> bool {
     let (x, y) = (a.range(), b.range());
     std::sync::Arc::ptr_eq(a.buffer(), b.buffer()) && x.start < y.end && y.start < x.end
 }
 
 /// Whether two spans are the same bytes.
-pub fn same<B: Backend>(a: &Span<B>, b: &Span<B>) -> bool {
+pub(crate) fn same<B: Backend>(a: &Span<B>, b: &Span<B>) -> bool {
     std::sync::Arc::ptr_eq(a.buffer(), b.buffer()) && a.range() == b.range()
 }

@@ -1,4 +1,11 @@
 //! Ranks as threads: every collective's result, and that no failure hangs.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    reason = "a test fails by panicking"
+)]
 
 mod common;
 
@@ -352,7 +359,6 @@ fn who_waits_for_the_culprit_is_not_blamed() {
     let results = on_ranks(3, |r| {
         let pair = r.comm.split((r.rank < 2).then_some(0), 0).unwrap();
         let other = r.comm.split((r.rank > 0).then_some(0), 0).unwrap();
-        let start = Instant::now();
         let error = match r.rank {
             0 => pair.unwrap().barrier(within(0, "barrier", Duration::from_millis(300))),
             1 => other.unwrap().barrier(within(0, "barrier", Duration::from_millis(600))),
@@ -361,12 +367,12 @@ fn who_waits_for_the_culprit_is_not_blamed() {
                 other.unwrap().barrier(op(0, "barrier"))
             }
         };
-        (error.unwrap_err(), start.elapsed())
+        error.unwrap_err()
     });
-    // Rank 0 cannot tell who keeps rank 1 waiting when its own time is up, but it says that nobody
-    // idle is missing from its own operation: rank 1 is all that it can name.
-    let (error, _) = results[0].as_ref().unwrap();
-    assert!(matches!(error, Error::Deadline { .. }), "{error}");
+    for result in results {
+        let error = result.unwrap();
+        assert!(matches!(&error, Error::Deadline { ranks, .. } if ranks == &[2]), "{error}");
+    }
 }
 
 #[test]

@@ -113,7 +113,7 @@ struct State {
     failure: Option<Cause>,
     groups: HashMap<u64, Group>,
     /// Waits in progress, by rank.
-    waiting: BTreeMap<u32, usize>,
+    waiting: BTreeMap<u32, Vec<(Place, Vec<u32>)>>,
     /// Ranks that have ended in good order, from every group.
     ended: BTreeMap<u32, String>,
 }
@@ -148,7 +148,7 @@ impl Board {
     /// Waits for the contribution of every member. Never longer than until `until`.
     pub(crate) fn wait(&self, place: Place, rank: u32, members: &[u32], until: Instant) -> Outcome {
         let mut state = self.lock();
-        *state.waiting.entry(rank).or_default() += 1;
+        state.waiting.entry(rank).or_default().push((place, members.to_vec()));
         let outcome = loop {
             if let Some(outcome) = self.look(&mut state, place, members) {
                 break outcome;
@@ -160,8 +160,10 @@ impl Board {
             state =
                 self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         };
-        if let Some(count) = state.waiting.get_mut(&rank) {
-            *count = count.saturating_sub(1);
+        if let Some(waits) = state.waiting.get_mut(&rank)
+            && let Some(at) = waits.iter().position(|(other, _)| *other == place)
+        {
+            waits.swap_remove(at);
         }
         outcome
     }
@@ -230,15 +232,17 @@ impl Board {
         self.changed.notify_all();
     }
 
-    /// A rank ends in good order: nothing more will come from it, in any group.
-    pub(crate) fn end(&self, rank: u32, how: &str) {
-        self.lock().ended.entry(rank).or_insert_with(|| how.to_owned());
-        self.changed.notify_all();
-    }
-
-    /// Whether a rank is itself waiting for others.
-    pub(crate) fn is_waiting(&self, rank: u32) -> bool {
-        self.lock().waiting.get(&rank).is_some_and(|&count| count > 0)
+    /// The ranks that a rank waits for; none if it does not wait.
+    pub(crate) fn waits_for(&self, rank: u32) -> Vec<u32> {
+        let state = self.lock();
+        let waits = state.waiting.get(&rank).into_iter().flatten();
+        let mut ranks = waits
+            .flat_map(|(place, members)| missing(&state, *place, members))
+            .filter(|&other| other != rank)
+            .collect::<Vec<_>>();
+        ranks.sort_unstable();
+        ranks.dedup();
+        ranks
     }
 }
 

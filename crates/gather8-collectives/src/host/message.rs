@@ -127,6 +127,5 @@ fn first_part(a: &Header, b: &Header) -> Option<usize> {
     if a.agrees(b) {
         return None;
     }
-    let differs = a.lengths.iter().zip(&b.lengths).position(|(x, y)| x != y);
-    Some(differs.unwrap_or_else(|| a.lengths.len().min(b.lengths.len()).min(0)))
+    Some(a.lengths.iter().zip(&b.lengths).position(|(x, y)| x != y).unwrap_or(0))
 }

@@ -1,5 +1,6 @@
 //! One rank's seat in a group: posting, waiting, failing and leaving.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -9,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::host::board::{Board, Cause, Lane, Outcome, Place};
 use crate::host::message::{self, Message};
 
-/// How long a rank that is late may take to say that it waits for somebody else.
+/// How long late ranks may take to say that they wait for others, all in all.
 const GRACE: Duration = Duration::from_millis(500);
 
 /// The reason by which ranks that have found their orders to differ stop each other; the error is
@@ -19,7 +20,7 @@ pub(crate) const DISORDER: &str = "the ranks have issued different operations";
 /// The difference in that error until the logs have been compared.
 pub(crate) const UNRESOLVED: &str = "their logs have not been compared yet";
 
-/// How contributions and news reach the other ranks. Nothing here waits, but `busy`.
+/// How contributions and news reach the other ranks. Nothing here waits, but `waits_for`.
 pub(crate) trait Link: Send + Sync {
     /// Sends a contribution to every other member.
     fn send(&self, place: Place, members: &[u32], rank: u32, message: &Arc<Message>);
@@ -27,8 +28,9 @@ pub(crate) trait Link: Send + Sync {
     fn announce(&self, cause: &Cause);
     /// Tells the members that this rank issues nothing from the `issued`-th operation on.
     fn leave(&self, group: u64, members: &[u32], rank: u32, issued: u64, how: &str);
-    /// Of these ranks, those that say within `grace` that they wait for others.
-    fn busy(&self, board: &Board, ranks: &[u32], grace: Duration) -> Vec<u32>;
+    /// Whom these ranks wait for, as far as they say so by `until`; those that wait for nobody are
+    /// left out.
+    fn waits_for(&self, board: &Board, ranks: &[u32], until: Instant) -> BTreeMap<u32, Vec<u32>>;
 }
 
 /// See the module.
@@ -93,12 +95,22 @@ impl Seat {
         Err(self.fail(cause).error_in(self.rank(), op))
     }
 
-    /// Those of the missing ranks that keep everybody waiting: not those that wait themselves,
-    /// unless all do.
+    /// Who keeps everybody waiting: of the missing ranks, and of those that they wait for in turn,
+    /// the ones that wait for nobody. All of the missing if there is no such rank.
     fn culprits(&self, missing: Vec<u32>) -> Vec<u32> {
-        let busy = self.link.busy(&self.board, &missing, GRACE);
-        let idle = missing.iter().copied().filter(|rank| !busy.contains(rank)).collect::<Vec<_>>();
-        if idle.is_empty() { missing } else { idle }
+        let until = Instant::now() + GRACE;
+        let mut idle = BTreeSet::new();
+        let mut seen = BTreeSet::from([self.rank()]);
+        let mut ask = missing.clone();
+        while !ask.is_empty() {
+            seen.extend(ask.iter().copied());
+            let waits = self.link.waits_for(&self.board, &ask, until);
+            idle.extend(ask.iter().copied().filter(|rank| !waits.contains_key(rank)));
+            ask = waits.into_values().flatten().filter(|rank| !seen.contains(rank)).collect();
+            ask.sort_unstable();
+            ask.dedup();
+        }
+        if idle.is_empty() { missing } else { idle.into_iter().collect() }
     }
 
     /// Fails the family, everywhere; returns the cause that stands.

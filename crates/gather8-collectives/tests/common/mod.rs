@@ -9,36 +9,36 @@ use gather8_collectives::{Communicator, LocalWorld, Op};
 use gather8_kernels::cpu::Cpu;
 use gather8_kernels::{Backend, Memory, Span};
 
-pub type Comm = Arc<dyn Communicator<Cpu>>;
-pub type Stream = <Cpu as Backend>::Stream;
+pub(crate) type Comm = Arc<dyn Communicator<Cpu>>;
+pub(crate) type Stream = <Cpu as Backend>::Stream;
 
 /// What a rank of a test has.
-pub struct Rank {
-    pub rank: u32,
-    pub comm: Comm,
-    pub cpu: Cpu,
-    pub stream: Stream,
+pub(crate) struct Rank {
+    pub(crate) rank: u32,
+    pub(crate) comm: Comm,
+    pub(crate) cpu: Cpu,
+    pub(crate) stream: Stream,
 }
 
 impl Rank {
-    pub fn new(world: &LocalWorld, rank: u32) -> Self {
+    pub(crate) fn new(world: &LocalWorld, rank: u32) -> Self {
         let cpu = Cpu::builder().name(format!("rank {rank}")).build();
         let comm = world.rank(rank, cpu.clone()).unwrap();
         let stream = cpu.stream("main").unwrap();
         Self { rank, comm, cpu, stream }
     }
 
-    pub fn zeros(&self, bytes: u64) -> Span<Cpu> {
+    pub(crate) fn zeros(&self, bytes: u64) -> Span<Cpu> {
         Span::whole(&self.cpu.alloc(bytes, Memory::Device).unwrap())
     }
 
-    pub fn span_of(&self, bytes: &[u8]) -> Span<Cpu> {
+    pub(crate) fn span_of(&self, bytes: &[u8]) -> Span<Cpu> {
         let span = self.zeros(bytes.len() as u64);
         self.cpu.upload(&self.stream, bytes, &span).unwrap();
         span
     }
 
-    pub fn bytes(&self, span: &Span<Cpu>) -> Result<Vec<u8>, gather8_collectives::Error> {
+    pub(crate) fn bytes(&self, span: &Span<Cpu>) -> Result<Vec<u8>, gather8_collectives::Error> {
         let mut bytes = vec![0; span.len() as usize];
         self.cpu
             .download(&self.stream, span, &mut bytes)
@@ -48,7 +48,7 @@ impl Rank {
 }
 
 /// Runs every rank of a world on a thread of its own; what each returned, or `None` if it panicked.
-pub fn on_ranks<T: Send>(world: u32, body: impl Fn(Rank) -> T + Sync) -> Vec<Option<T>> {
+pub(crate) fn on_ranks<T: Send>(world: u32, body: impl Fn(Rank) -> T + Sync) -> Vec<Option<T>> {
     let local = LocalWorld::new(world);
     thread::scope(|scope| {
         let ranks = (0..world)
@@ -62,10 +62,10 @@ pub fn on_ranks<T: Send>(world: u32, body: impl Fn(Rank) -> T + Sync) -> Vec<Opt
 }
 
 /// An operation with a deadline that a healthy test never reaches.
-pub fn op(sequence: u64, name: &'static str) -> Op<'static> {
+pub(crate) fn op(sequence: u64, name: &'static str) -> Op<'static> {
     within(sequence, name, Duration::from_secs(60))
 }
 
-pub fn within(sequence: u64, name: &'static str, deadline: Duration) -> Op<'static> {
+pub(crate) fn within(sequence: u64, name: &'static str, deadline: Duration) -> Op<'static> {
     Op { sequence, name, unit: "block.0", deadline }
 }
