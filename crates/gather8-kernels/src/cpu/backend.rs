@@ -159,8 +159,8 @@ impl Backend for Cpu {
         self.issue(on, label.into(), &touches, Box::new(work)).map(drop)
     }
 
+    /// Works on a backend that has failed, too: host memory is where the reason may stand.
     fn peek(&self, span: &Span<Self>) -> Result<Vec<u8>> {
-        self.0.failure.check()?;
         if span.buffer().memory() != Memory::Host {
             return Err(Error::Job {
                 pass: "peek",
