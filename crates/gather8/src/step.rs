@@ -63,9 +63,6 @@ impl<B: Backend> Fsdp<B> {
         if let Some(gathered) = &state.last_gather {
             self.backend.wait(compute, gathered, "step-after-gather")?;
         }
-        if let Some(synced) = &state.synced {
-            self.backend.wait(compute, synced, "step-after-sync")?;
-        }
         for unit in &state.units {
             for fence in &unit.fences {
                 self.backend.wait(compute, fence, "step-after-use")?;

@@ -127,9 +127,13 @@ impl<B: Backend> Fsdp<B> {
         let weight = self.sharded(id)?;
         let compute = &self.streams.compute;
         {
-            let state = self.lock();
+            let unit = self.unit_of(id)?;
+            let mut state = self.lock();
             if let Some(gathered) = &state.last_gather {
                 self.backend.wait(compute, gathered, "step-after-gather")?;
+            }
+            for fence in &state.unit(unit)?.fences {
+                self.backend.wait(compute, fence, "step-after-use")?;
             }
             if let Some(reduced) = &state.last_reduce {
                 self.backend.wait(compute, reduced, "norm-after-reduce")?;
