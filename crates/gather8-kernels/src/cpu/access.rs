@@ -11,7 +11,7 @@ use crate::job::Job;
 use super::Cpu;
 use super::buffer::Buffer;
 use super::clock::Clock;
-use super::history::{Kind, Operation, Stamp};
+use super::history::{Conflict, Kind, Operation, Stamp};
 use super::lane::lock;
 
 /// One span that a submitted operation touches.
@@ -115,21 +115,22 @@ impl Touches {
     /// # Errors
     /// [`Error::Unordered`].
     pub(super) fn check(&self, operation: &Operation, clock: &Clock) -> Result<()> {
-        for touch in &self.0 {
-            let conflict = lock(&touch.buffer.history).conflict(&touch.range, touch.kind, clock);
-            if let Some(conflict) = conflict {
-                return Err(Error::Unordered {
-                    first: conflict.first.label.to_string(),
-                    first_stream: conflict.first.stream.to_string(),
-                    second: operation.label.to_string(),
-                    second_stream: operation.stream.to_string(),
-                    buffer: touch.buffer.number(),
-                    start: conflict.range.start,
-                    end: conflict.range.end,
-                });
-            }
-        }
-        Ok(())
+        let conflict = |touch: &Touch| {
+            let conflict = lock(&touch.buffer.history).conflict(&touch.range, touch.kind, clock)?;
+            Some((touch.buffer.number(), conflict))
+        };
+        let latest =
+            self.0.iter().filter_map(conflict).max_by_key(|(_, conflict)| conflict.first.serial);
+        let Some((buffer, Conflict { first, range })) = latest else { return Ok(()) };
+        Err(Error::Unordered {
+            first: first.label.to_string(),
+            first_stream: first.stream.to_string(),
+            second: operation.label.to_string(),
+            second_stream: operation.stream.to_string(),
+            buffer,
+            start: range.start,
+            end: range.end,
+        })
     }
 
     /// Enters every touch in its buffer's history.

@@ -6,6 +6,7 @@
 //! An access that has been found to come after others makes them superfluous where every later
 //! conflict with them is a conflict with it too; those are forgotten, which keeps segments small.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -15,6 +16,8 @@ use super::clock::Clock;
 /// An operation, as errors name it.
 #[derive(Debug)]
 pub(super) struct Operation {
+    /// Counts the backend's operations in the order of issue.
+    pub(super) serial: u64,
     /// What is done, such as "cast of 7 tensors".
     pub(super) label: Arc<str>,
     /// The stream's name.
@@ -124,7 +127,8 @@ pub(super) struct History {
 impl History {
     const CLEAN_AT_LEAST: usize = 256;
 
-    /// The first conflict of an access whose operation comes after `clock`.
+    /// A conflict of an access whose operation comes after `clock`: the one with the operation that
+    /// was issued last, since a forgotten wait leaves all that came before it unordered too.
     pub(super) fn conflict(
         &self,
         range: &Range<u64>,
@@ -136,12 +140,14 @@ impl History {
             .into_iter()
             .chain(self.segments.range(range.start..range.end))
             .filter(|(_, segment)| segment.end > range.start)
-            .find_map(|(&start, segment)| {
-                let stamp = segment.opponents(kind).find(|stamp| !stamp.is_before(clock))?;
-                Some(Conflict {
-                    first: Arc::clone(&stamp.operation),
-                    range: start.max(range.start)..segment.end.min(range.end),
-                })
+            .flat_map(|(&start, segment)| {
+                segment.opponents(kind).map(move |stamp| (start, segment.end, stamp))
+            })
+            .filter(|(_, _, stamp)| !stamp.is_before(clock))
+            .max_by_key(|(start, _, stamp)| (stamp.operation.serial, Reverse(*start)))
+            .map(|(start, end, stamp)| Conflict {
+                first: Arc::clone(&stamp.operation),
+                range: start.max(range.start)..end.min(range.end),
             })
     }
 
@@ -215,6 +221,7 @@ mod tests {
 
     fn stamp(stream: usize, tick: u64) -> Stamp {
         let operation = Operation {
+            serial: 100 * tick + stream as u64,
             label: Arc::from(format!("{stream}.{tick}")),
             stream: Arc::from(stream.to_string()),
         };

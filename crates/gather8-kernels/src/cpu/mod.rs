@@ -9,6 +9,7 @@ mod clock;
 mod failure;
 mod history;
 mod lane;
+mod operands;
 mod passes;
 mod plan;
 mod stream;
@@ -110,7 +111,10 @@ struct Core {
 
 #[derive(Default)]
 struct Ledger {
+    /// Streams made so far.
     streams: usize,
+    /// Operations issued so far.
+    operations: u64,
     /// What the host has waited for; every later operation comes after it.
     host: Clock,
     /// Waits by id, in the order of their first use, and how often each was issued.
@@ -207,11 +211,13 @@ impl Cpu {
     ) -> Result<(u64, Clock)> {
         self.0.failure.check()?;
         self.own(on.0.owner, "issuing an operation", "stream")?;
-        let operation = Arc::new(Operation { label, stream: Arc::clone(&on.0.name) });
-        let ledger = lock(&self.0.ledger);
+        let mut ledger = lock(&self.0.ledger);
+        let serial = ledger.operations;
+        let operation = Arc::new(Operation { serial, label, stream: Arc::clone(&on.0.name) });
         let mut issued = lock(&on.0.issued);
         issued.clock.join(&ledger.host);
         touches.check(&operation, &issued.clock)?;
+        ledger.operations += 1;
         issued.tick += 1;
         let tick = issued.tick;
         let stamp = Stamp { stream: on.0.number, tick, operation: Arc::clone(&operation) };
