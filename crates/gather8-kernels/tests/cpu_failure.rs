@@ -1,5 +1,13 @@
 //! Operations that fail: the first error stays, nobody hangs.
 
+#![allow(
+    clippy::indexing_slicing,
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test may fail"
+)]
+
 mod cpu_support;
 
 use std::sync::Arc;
@@ -44,7 +52,6 @@ fn every_later_call_returns_the_first_failure() {
         ("download", cpu.download(&b, &span, &mut [0; 4])),
         ("copy", cpu.copy(&b, &span, &host)),
         ("fill", cpu.fill(&b, &span, 1)),
-        ("peek", cpu.peek(&host).map(drop)),
         ("record", cpu.record(&b).map(drop)),
         ("wait", cpu.wait(&b, &early, "w")),
         ("wait_host", cpu.wait_host(&early)),
@@ -53,6 +60,7 @@ fn every_later_call_returns_the_first_failure() {
     ] {
         assert_eq!(result.map_err(|e| e.to_string()), Err("rank 2 left".to_owned()), "{what}");
     }
+    assert_eq!(cpu.peek(&host).unwrap(), [0; 4], "host memory may hold the reason");
 }
 
 #[test]

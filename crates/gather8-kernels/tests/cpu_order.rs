@@ -1,5 +1,13 @@
 //! The order checker: what no event orders is refused, on the first run, whatever the schedule.
 
+#![allow(
+    clippy::indexing_slicing,
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test may fail"
+)]
+
 mod cpu_support;
 
 use cpu_support::{device, holding, names, run, tensor, values};

@@ -1,6 +1,14 @@
 //! Every kind of job through the backend gives what the scalar function gives, for lists of tensors
 //! of all sizes, on any number of threads.
 
+#![allow(
+    clippy::indexing_slicing,
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test may fail"
+)]
+
 mod cpu_support;
 
 use cpu_support::{Random, device, holding, run, tensor, values};

@@ -1,5 +1,13 @@
 //! Streams and memory: threads end, memory is what it should be, accumulations add up.
 
+#![allow(
+    clippy::indexing_slicing,
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test may fail"
+)]
+
 mod cpu_support;
 
 use std::sync::Arc;
