@@ -197,6 +197,7 @@ impl<B: Backend> FsdpBuilder<B> {
             microbatch: 0,
             no_sync: false,
             divide: HashMap::new(),
+            add: HashMap::new(),
             traffic: Traffic::default(),
         };
         let mut unit_of = Vec::new();

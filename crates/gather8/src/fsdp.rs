@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use gather8_collectives::order::OrderLog;
 use gather8_collectives::table::AmaxTable;
-use gather8_kernels::{Backend, Span};
+use gather8_kernels::{Backend, DType, Span};
 
 use crate::arena::{Arena, Fences};
 use crate::channel::Channel;
@@ -93,7 +93,10 @@ pub(crate) struct State<B: Backend> {
     pub(crate) microbatches: u32,
     pub(crate) microbatch: u32,
     pub(crate) no_sync: bool,
+    /// Launches that divide a unit's gradients, by unit, place and number of microbatches.
     pub(crate) divide: HashMap<(usize, usize, u32), Arc<B::Plan>>,
+    /// Launches that add a gradient from the staging memory, by weight, place and type.
+    pub(crate) add: HashMap<(usize, usize, DType), Arc<B::Plan>>,
     pub(crate) traffic: Traffic,
 }
 

@@ -72,14 +72,14 @@ impl<B: Backend> Fsdp<B> {
             });
         }
         let bytes: &[u8] = bytemuck::cast_slice(values);
-        self.explained(self.take_gradient(id, |part, add| {
+        self.explained(self.take_gradient(id, |state, part, add| {
             let compute = &self.streams.compute;
             if !add {
                 return Ok(self.backend.upload(compute, bytes, part)?);
             }
             let staging = self.staging.sub(0..part.len())?;
             self.backend.upload(compute, bytes, &staging)?;
-            self.add(&Tensor::new(staging, DType::F32)?, part)
+            self.add_staged(state, id, DType::F32, part)
         }))
     }
 
@@ -97,24 +97,49 @@ impl<B: Backend> Fsdp<B> {
                 expected: spec.elements(),
             });
         }
-        self.explained(self.take_gradient(id, |part, add| {
-            if !add {
-                self.backend.fill(&self.streams.compute, part, 0)?;
+        self.explained(self.take_gradient(id, |state, part, add| {
+            let compute = &self.streams.compute;
+            if !add && values.dtype == DType::F32 {
+                return Ok(self.backend.copy(compute, &values.span, part)?);
             }
-            self.add(values, part)
+            if !add {
+                self.backend.fill(compute, part, 0)?;
+            }
+            let staging = self.staging.sub(0..values.span.len())?;
+            self.backend.copy(compute, &values.span, &staging)?;
+            self.add_staged(state, id, values.dtype, part)
         }))
     }
 
-    fn add(&self, src: &Tensor<B>, part: &Span<B>) -> Result<()> {
-        let job = Accumulate { src: src.clone(), dst: Tensor::new(part.clone(), DType::F32)? };
-        let plan = self.backend.plan(&[Job::Accumulate(job)])?;
+    /// Adds what was copied into the staging memory. Its plans are made once: they are over memory
+    /// of our own, whatever memory gradients arrive in.
+    fn add_staged(
+        &self,
+        state: &mut State<B>,
+        id: WeightId,
+        dtype: DType,
+        part: &Span<B>,
+    ) -> Result<()> {
+        let place = state.unit(self.unit_of(id)?)?.gradients.unwrap_or(KEPT);
+        let plan = match state.add.get(&(id.0, place, dtype)) {
+            Some(plan) => Arc::clone(plan),
+            None => {
+                let bytes = part.len() / DType::F32.size() * dtype.size();
+                let src = Tensor::new(self.staging.sub(0..bytes)?, dtype)?;
+                let dst = Tensor::new(part.clone(), DType::F32)?;
+                let plan = self.backend.plan(&[Job::Accumulate(Accumulate { src, dst })])?;
+                let plan = Arc::new(plan);
+                state.add.insert((id.0, place, dtype), Arc::clone(&plan));
+                plan
+            }
+        };
         Ok(self.backend.run(&self.streams.compute, &plan)?)
     }
 
     fn take_gradient(
         &self,
         id: WeightId,
-        write: impl FnOnce(&Span<B>, bool) -> Result<()>,
+        write: impl FnOnce(&mut State<B>, &Span<B>, bool) -> Result<()>,
     ) -> Result<()> {
         self.check()?;
         let sharded = self.sharded(id)?;
@@ -139,7 +164,7 @@ impl<B: Backend> Fsdp<B> {
         let Some(part) = part else {
             return refuse(format!("weight `{}` has no gradient memory", sharded.spec.name));
         };
-        write(&part.sub(0..sharded.spec.elements() * 4)?, add)?;
+        write(state, &part.sub(0..sharded.spec.elements() * 4)?, add)?;
         let weight = state.weight(id)?;
         weight.filled = true;
         weight.arrived += 1;
