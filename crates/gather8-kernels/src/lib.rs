@@ -1,9 +1,7 @@
-//! The number work of fully sharded training in float8: casts, amax, scales and a fused AdamW with
-//! 16-bit remainders, as passes over lists of tensors behind one trait, [`Backend`].
+#![doc = include_str!("../README.md")]
 //!
 //! A pass is described by [`Job`]s, planned once ([`Backend::plan`]) and launched as often as
-//! needed ([`Backend::run`]). The rules of every pass are written as plain scalar functions in
-//! [`scalar`]; each backend must give the same bits.
+//! needed ([`Backend::run`]).
 
 pub mod backend;
 pub mod check;

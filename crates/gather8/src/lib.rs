@@ -1,8 +1,4 @@
-//! Fully sharded training whose weights are gathered in float8.
-//!
-//! Every rank owns a dim-0 shard of each weight in BF16 and, beside it, the shard's float8 bytes.
-//! Before a layer runs, the ranks' bytes are gathered and the layer uses the whole weight with one
-//! scale: half the traffic of a BF16 gather, and the same numbers on every rank.
+#![doc = include_str!("../README.md")]
 //!
 //! [`Fsdp`] is built from a [`Config`], a [`Backend`](gather8_kernels::Backend) and a
 //! [`Communicator`](gather8_collectives::Communicator); a training loop asks it for weights, hands
