@@ -93,6 +93,10 @@ fn steps(cx: &Context<Cpu>, scaling: Scaling) -> anyhow::Result<Vec<u8>> {
             fsdp.sync()?;
             fsdp.prefetch(first.1)?;
         }
+        // Between the last gather and the optimizer.
+        if step == 3 {
+            fsdp.sync()?;
+        }
         fsdp.step()?;
         fsdp.sync()?;
         if step == 1 {

@@ -63,6 +63,10 @@ impl<B: Backend> Fsdp<B> {
         if let Some(gathered) = &state.last_gather {
             self.backend.wait(compute, gathered, "step-after-gather")?;
         }
+        if let Some(synced) = &state.synced {
+            // Not implied by the gather: a sync may have come after it.
+            self.backend.wait(compute, synced, "step-after-sync")?;
+        }
         for unit in &state.units {
             for fence in &unit.fences {
                 self.backend.wait(compute, fence, "step-after-use")?;
