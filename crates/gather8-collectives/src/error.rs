@@ -90,6 +90,26 @@ pub enum Error {
         /// What is wrong with the call.
         problem: String,
     },
+    /// A rank objected to what all were about to do.
+    #[error("rank {rank} objects: {reason}")]
+    Vetoed {
+        /// The lowest rank that objects.
+        rank: u32,
+        /// Why.
+        reason: String,
+    },
+    /// The environment does not say who this process is.
+    #[error("launch: {problem}")]
+    Launch {
+        /// Which variables say what.
+        problem: String,
+    },
+    /// The ranks did not find each other.
+    #[error("rendezvous: {problem}")]
+    Rendezvous {
+        /// What failed; ranks that are missing.
+        problem: String,
+    },
     /// The backend failed.
     #[error(transparent)]
     Backend(#[from] gather8_kernels::Error),
@@ -112,7 +132,7 @@ impl Error {
     /// The first rank that the error blames, if it blames one.
     pub fn blamed_rank(&self) -> Option<u32> {
         match self {
-            Self::PeerLost { rank, .. } => Some(*rank),
+            Self::PeerLost { rank, .. } | Self::Vetoed { rank, .. } => Some(*rank),
             Self::Deadline { ranks, .. } => ranks.first().copied(),
             _ => None,
         }

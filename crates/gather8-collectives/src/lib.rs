@@ -1,19 +1,26 @@
 #![doc = include_str!("../README.md")]
 
 pub mod communicator;
+pub mod control;
 pub mod error;
 mod host;
+pub mod launch;
 pub mod local;
+mod net;
 pub mod order;
 mod shape;
 pub mod solo;
 pub mod table;
+pub mod tcp;
 pub mod traffic;
 
 pub use communicator::{AbortHandle, Communicator, Op, Reduce};
+pub use control::Control;
 pub use error::{Error, Result};
+pub use launch::Launch;
 pub use local::LocalWorld;
 pub use order::OrderLog;
 pub use solo::Solo;
 pub use table::{AmaxTable, SlotKind, SlotSpec, TableConfig, TableState};
+pub use tcp::{JoinOptions, TcpWorld, Token};
 pub use traffic::{Counting, Traffic};

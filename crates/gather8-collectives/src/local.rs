@@ -7,14 +7,17 @@ use std::time::Instant;
 use gather8_kernels::cpu::Cpu;
 
 use crate::communicator::Communicator;
+use crate::control::{Control, HostControl};
 use crate::error::{Error, Result};
 use crate::host::board::{Board, Cause, Place};
 use crate::host::group::HostGroup;
 use crate::host::message::Message;
 use crate::host::seat::{Link, Seat};
 
-/// The group number of a world; what is split from it gets others.
-const WORLD: u64 = 0;
+/// The control group's number.
+const CONTROL: u64 = 0;
+/// A world's; what is split from it gets others.
+const WORLD: u64 = 1;
 
 /// A world of ranks that are threads of this process. Make it once, then give each thread its
 /// [`rank`](Self::rank).
@@ -43,6 +46,18 @@ impl LocalWorld {
     /// # Errors
     /// [`Error::Usage`] if the world has no such rank.
     pub fn rank(&self, rank: u32, cpu: Cpu) -> Result<Arc<dyn Communicator<Cpu>>> {
+        Ok(Arc::new(HostGroup::new(self.seat(rank, WORLD)?, cpu)))
+    }
+
+    /// Rank `rank`'s control connection. Take each once.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] if the world has no such rank.
+    pub fn control(&self, rank: u32) -> Result<Arc<dyn Control>> {
+        Ok(Arc::new(HostControl::new(self.seat(rank, CONTROL)?)))
+    }
+
+    fn seat(&self, rank: u32, group: u64) -> Result<Seat> {
         if rank >= self.world() {
             return Err(Error::Usage {
                 operation: "rank".to_owned(),
@@ -50,14 +65,13 @@ impl LocalWorld {
                 problem: format!("there is no rank {rank} in a world of {}", self.world()),
             });
         }
-        let seat = Seat {
+        Ok(Seat {
             board: Arc::clone(&self.board),
             link: Arc::new(SharedBoard),
-            group: WORLD,
+            group,
             members: Arc::clone(&self.members),
             position: rank as usize,
-        };
-        Ok(Arc::new(HostGroup::new(seat, cpu)))
+        })
     }
 }
 
@@ -70,6 +84,8 @@ impl Link for SharedBoard {
     fn announce(&self, _: &Cause) {}
 
     fn leave(&self, _: u64, _: &[u32], _: u32, _: u64, _: &str) {}
+
+    fn report(&self, _: &str) {}
 
     fn waits_for(&self, board: &Board, ranks: &[u32], _: Instant) -> BTreeMap<u32, Vec<u32>> {
         let waits = ranks.iter().map(|&rank| (rank, board.waits_for(rank)));

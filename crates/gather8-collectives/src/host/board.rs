@@ -116,6 +116,7 @@ struct State {
     waiting: BTreeMap<u32, Vec<(Place, Vec<u32>)>>,
     /// Ranks that have ended in good order, from every group.
     ended: BTreeMap<u32, String>,
+    reports: BTreeMap<u32, String>,
 }
 
 /// See the module.
@@ -230,6 +231,23 @@ impl Board {
         }
         drop(state);
         self.changed.notify_all();
+    }
+
+    /// A rank ends in good order: nothing more will come from it, in any group.
+    pub(crate) fn end(&self, rank: u32, how: &str) {
+        self.lock().ended.entry(rank).or_insert_with(|| how.to_owned());
+        self.changed.notify_all();
+    }
+
+    /// Keeps a rank's last report.
+    pub(crate) fn report(&self, rank: u32, text: &str) {
+        self.lock().reports.insert(rank, text.to_owned());
+    }
+
+    /// The last report of each of these ranks.
+    pub(crate) fn reports(&self, ranks: &[u32]) -> Vec<Option<String>> {
+        let state = self.lock();
+        ranks.iter().map(|rank| state.reports.get(rank).cloned()).collect()
     }
 
     /// The ranks that a rank waits for; none if it does not wait.

@@ -28,6 +28,8 @@ pub(crate) trait Link: Send + Sync {
     fn announce(&self, cause: &Cause);
     /// Tells the members that this rank issues nothing from the `issued`-th operation on.
     fn leave(&self, group: u64, members: &[u32], rank: u32, issued: u64, how: &str);
+    /// Tells the other ranks how this one is.
+    fn report(&self, text: &str);
     /// Whom these ranks wait for, as far as they say so by `until`; those that wait for nobody are
     /// left out.
     fn waits_for(&self, board: &Board, ranks: &[u32], until: Instant) -> BTreeMap<u32, Vec<u32>>;

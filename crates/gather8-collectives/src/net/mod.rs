@@ -1,0 +1,9 @@
+//! Ranks as processes: how they find and recognise each other, and how contributions travel.
+
+pub(crate) mod handshake;
+pub(crate) mod mesh;
+pub(crate) mod proof;
+pub(crate) mod rendezvous;
+#[cfg(unix)]
+pub(crate) mod token;
+pub(crate) mod wire;
