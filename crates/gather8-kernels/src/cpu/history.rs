@@ -135,7 +135,10 @@ impl History {
         kind: Kind,
         clock: &Clock,
     ) -> Option<Conflict> {
-        let before = self.segments.range(..range.start).next_back();
+        let before = match self.segments.get(&range.start) {
+            Some(_) => None,
+            None => self.segments.range(..range.start).next_back(),
+        };
         before
             .into_iter()
             .chain(self.segments.range(range.start..range.end))
@@ -161,6 +164,13 @@ impl History {
         host: &Clock,
         stamp: &Stamp,
     ) {
+        // The same spans come again in every step.
+        if let Some(segment) = self.segments.get_mut(&range.start)
+            && segment.end == range.end
+        {
+            segment.note(kind, clock, stamp);
+            return;
+        }
         self.split(range.start);
         self.split(range.end);
         if kind == Kind::Write {
