@@ -176,6 +176,7 @@ fn play(seed: u64, memory: Memory) -> (usize, usize) {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "long, and its operations touch no memory")]
 fn the_checker_refuses_exactly_what_the_model_does() {
     let (mut through, mut refused) = (0, 0);
     for seed in 0..150 {
