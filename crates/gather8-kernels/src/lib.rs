@@ -13,6 +13,7 @@ pub mod job;
 pub mod layout;
 pub mod scalar;
 pub mod scale;
+pub mod simd;
 
 pub use backend::{Backend, Memory, Span, Tensor};
 pub use error::{Error, Result};

@@ -66,7 +66,7 @@ impl Adam {
 /// ```
 ///
 /// The moments that enter `d` are not rounded to their stored type.
-#[inline]
+#[inline(always)]
 pub fn adam_element(adam: &Adam, grad: f32, m: f32, v: f32, p: f32) -> (f32, f32, f32) {
     let mut g = grad * adam.factor;
     if adam.l2 {

@@ -9,16 +9,19 @@ pub const CANONICAL_F16_NAN: u16 = 0x7e00;
 
 /// The value itself, or the canonical NaN for any NaN. Processors make different NaNs from 0/0
 /// (x86 sets the sign, CUDA sets every mantissa bit), so none is stored as it comes.
+#[inline(always)]
 pub const fn canonical(x: f32) -> f32 {
     if x.is_nan() { f32::from_bits(CANONICAL_NAN) } else { x }
 }
 
 /// Exact: a bf16 is the high half of an f32.
+#[inline(always)]
 pub const fn bf16_to_f32(bits: u16) -> f32 {
     f32::from_bits((bits as u32) << 16)
 }
 
 /// Nearest even; overflow to infinity; every NaN to 0x7fc0.
+#[inline(always)]
 pub const fn f32_to_bf16(x: f32) -> u16 {
     if x.is_nan() {
         return CANONICAL_BF16_NAN;
@@ -30,6 +33,7 @@ pub const fn f32_to_bf16(x: f32) -> u16 {
 }
 
 /// Exact.
+#[inline]
 pub fn f16_to_f32(bits: u16) -> f32 {
     half::f16::from_bits(bits).to_f32()
 }

@@ -6,7 +6,7 @@
 use super::elements::{CANONICAL_BF16_NAN, bf16_to_f32};
 
 /// Weight and remainder of a master; a NaN gives the canonical pair (0x7fc0, 0).
-#[inline]
+#[inline(always)]
 pub const fn split(master: f32) -> (u16, u16) {
     if master.is_nan() {
         // Rounding up the largest NaN would wrap to zero and hide it.
@@ -21,7 +21,7 @@ pub const fn split(master: f32) -> (u16, u16) {
 
 /// The master of a weight and a remainder: undoes [`split`] for every number. The pairs that
 /// [`is_corrupt`] names give NaNs.
-#[inline]
+#[inline(always)]
 pub const fn join(weight: u16, remainder: u16) -> f32 {
     let high = weight.wrapping_sub(remainder >> 15);
     f32::from_bits(((high as u32) << 16) | remainder as u32)
