@@ -13,6 +13,7 @@
 
 pub mod cases;
 pub mod model;
+pub mod processes;
 pub mod threads;
 
 use std::sync::Arc;

@@ -24,6 +24,14 @@ macro_rules! cases {
 }
 
 cases! {
+    collectives::gathers_land_in_rank_order,
+    collectives::reductions_are_exact_on_integers,
+    collectives::broadcasts_and_messages,
+    collectives::splits_work_side_by_side,
+    collectives::an_abort_reaches_everybody,
+    collectives::who_leaves_or_sleeps_is_named,
+    collectives::mismatches_are_told_to_all,
+    collectives::dropping_is_quiet,
     gather::bytes_are_the_cast_of_the_whole_weight,
     gather::traffic_follows_the_formula,
     gather::decoded_weights_differ_plausibly,

@@ -456,16 +456,8 @@ mod tests {
     ];
 
     /// Environment; family, rank, world, local rank, local world, job; what is said.
-    type Row<'a> = (
-        &'a [(&'a str, &'a str)],
-        Family,
-        u32,
-        u32,
-        Option<u32>,
-        Option<u32>,
-        &'a str,
-        &'a str,
-    );
+    type Row<'a> =
+        (&'a [(&'a str, &'a str)], Family, u32, u32, Option<u32>, Option<u32>, &'a str, &'a str);
 
     #[test]
     fn each_launcher_is_understood() {

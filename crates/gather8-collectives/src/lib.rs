@@ -10,6 +10,8 @@ mod net;
 pub mod order;
 mod shape;
 pub mod solo;
+#[cfg(unix)]
+pub mod stop;
 pub mod table;
 pub mod tcp;
 pub mod traffic;

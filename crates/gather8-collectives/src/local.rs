@@ -13,11 +13,10 @@ use crate::host::board::{Board, Cause, Place};
 use crate::host::group::HostGroup;
 use crate::host::message::Message;
 use crate::host::seat::{Link, Seat};
+use crate::host::world::CONTROL;
 
-/// The control group's number.
-const CONTROL: u64 = 0;
-/// A world's; what is split from it gets others.
-const WORLD: u64 = 1;
+/// A world's group number; what is split from it gets others.
+const WORLD: u64 = CONTROL + 1;
 
 /// A world of ranks that are threads of this process. Make it once, then give each thread its
 /// [`rank`](Self::rank).

@@ -3,24 +3,19 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use gather8_kernels::cpu::Cpu;
 
 use crate::communicator::Communicator;
-use crate::control::{Control, HostControl};
+use crate::control::Control;
 use crate::error::{Error, Result};
 use crate::host::board::Board;
-use crate::host::group::HostGroup;
-use crate::host::seat::{Link, Seat};
+use crate::host::world::HostWorld;
 use crate::launch::Launch;
 use crate::net::mesh::{self, Mesh};
 use crate::net::proof::{LONGEST_TOKEN, SHORTEST_TOKEN};
 use crate::net::rendezvous::{self, Met, Party, Venue};
-
-/// The control group's number; communicators count from 1.
-const CONTROL: u64 = 0;
 
 /// A secret that the ranks of a job on several hosts share. Never printed.
 #[derive(Clone)]
@@ -110,11 +105,7 @@ impl JoinOptions {
 /// One thread serves the connections, on a runtime of its own. It ends, with a farewell to the
 /// peers, when this value and every communicator made from it are dropped.
 pub struct TcpWorld {
-    rank: u32,
-    board: Arc<Board>,
-    link: Arc<dyn Link>,
-    members: Arc<[u32]>,
-    groups: AtomicU64,
+    inner: HostWorld,
     addresses: Vec<SocketAddr>,
 }
 
@@ -133,24 +124,18 @@ impl TcpWorld {
         } else {
             connect(launch, options, &board)?
         };
-        Ok(Self {
-            rank: launch.rank,
-            board,
-            link: Arc::new(link),
-            members: (0..launch.world).collect(),
-            groups: AtomicU64::new(CONTROL + 1),
-            addresses,
-        })
+        let inner = HostWorld::new(launch.rank, launch.world, board, Arc::new(link));
+        Ok(Self { inner, addresses })
     }
 
     /// This rank.
     pub fn rank(&self) -> u32 {
-        self.rank
+        self.inner.rank()
     }
 
     /// Ranks in the world.
     pub fn world(&self) -> u32 {
-        self.members.len() as u32
+        self.inner.world()
     }
 
     /// Where each rank listened while the ranks met; empty in a world of 1.
@@ -161,23 +146,12 @@ impl TcpWorld {
     /// A communicator of all ranks, on this rank's backend. Every rank makes as many as the
     /// others, in the same order.
     pub fn communicator(&self, cpu: Cpu) -> Arc<dyn Communicator<Cpu>> {
-        let group = self.groups.fetch_add(1, Ordering::Relaxed);
-        Arc::new(HostGroup::new(self.seat(group), cpu))
+        self.inner.communicator(cpu)
     }
 
     /// The control connection; make it once.
     pub fn control(&self) -> Arc<dyn Control> {
-        Arc::new(HostControl::new(self.seat(CONTROL)))
-    }
-
-    fn seat(&self, group: u64) -> Seat {
-        Seat {
-            board: Arc::clone(&self.board),
-            link: Arc::clone(&self.link),
-            group,
-            members: Arc::clone(&self.members),
-            position: self.rank as usize,
-        }
+        self.inner.control()
     }
 }
 

@@ -1,5 +1,6 @@
 //! The cases, by what they are about.
 
+pub mod collectives;
 pub mod gather;
 pub mod lifecycle;
 pub mod refusals;
@@ -13,6 +14,14 @@ use crate::Case;
 /// Every case with its name, for runners that go through all of them.
 pub fn all<B: Backend>() -> Vec<(&'static str, Case<B>)> {
     vec![
+        ("gathers_land_in_rank_order", collectives::gathers_land_in_rank_order),
+        ("reductions_are_exact_on_integers", collectives::reductions_are_exact_on_integers),
+        ("broadcasts_and_messages", collectives::broadcasts_and_messages),
+        ("splits_work_side_by_side", collectives::splits_work_side_by_side),
+        ("an_abort_reaches_everybody", collectives::an_abort_reaches_everybody),
+        ("who_leaves_or_sleeps_is_named", collectives::who_leaves_or_sleeps_is_named),
+        ("mismatches_are_told_to_all", collectives::mismatches_are_told_to_all),
+        ("dropping_is_quiet", collectives::dropping_is_quiet),
         (
             "gathered_bytes_are_the_cast_of_the_whole_weight",
             gather::bytes_are_the_cast_of_the_whole_weight,

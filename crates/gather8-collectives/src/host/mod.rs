@@ -7,3 +7,4 @@ pub(crate) mod combine;
 pub(crate) mod group;
 pub(crate) mod message;
 pub(crate) mod seat;
+pub(crate) mod world;

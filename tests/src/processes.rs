@@ -1,0 +1,234 @@
+//! Ranks as processes: started by a launcher, or by this program itself.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::process::{Child, Command, ExitCode, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail, ensure};
+use gather8_collectives::{Communicator, JoinOptions, Launch, Op, TcpWorld};
+use gather8_kernels::cpu::Cpu;
+
+use crate::{Context, cases};
+
+/// Worlds that are started when no launcher has.
+const WORLDS: [u32; 3] = [1, 2, 4];
+/// How long one world may take over all cases.
+const PATIENCE: Duration = Duration::from_secs(600);
+
+/// Makes a communicator of all ranks that no earlier failure has touched; every rank calls it as
+/// often as the others.
+pub type Fresh<'a> = dyn FnMut(&Cpu) -> anyhow::Result<Arc<dyn Communicator<Cpu>>> + 'a;
+
+/// What the command line asks for.
+#[derive(Debug, Default)]
+pub struct Args {
+    /// Fails unless the launcher has started this many ranks.
+    pub expect_world: Option<u32>,
+    /// Worlds to start when no launcher has.
+    pub worlds: Option<Vec<u32>>,
+    /// Which way the ranks talk.
+    pub transport: String,
+    /// Only cases whose name contains this.
+    pub filter: Option<String>,
+    /// Say nothing, do nothing: `cargo test -- --list` asks this of every target.
+    pub list: bool,
+}
+
+impl Args {
+    /// Reads the command line; what libtest understands and this runner does not need is let pass.
+    pub fn parse(args: impl IntoIterator<Item = String>) -> anyhow::Result<Self> {
+        let mut parsed = Self { transport: "tcp".to_owned(), ..Self::default() };
+        let mut args = args.into_iter();
+        while let Some(arg) = args.next() {
+            let mut value = || args.next().with_context(|| format!("{arg} wants a value"));
+            match arg.as_str() {
+                "--expect-world" => parsed.expect_world = Some(value()?.parse()?),
+                "--transport" => parsed.transport = value()?,
+                "--worlds" => {
+                    let list = value()?;
+                    let worlds = list.split(',').map(str::parse).collect::<Result<_, _>>()?;
+                    parsed.worlds = Some(worlds);
+                }
+                "--list" => parsed.list = true,
+                "--test-threads" | "--format" | "--color" | "--skip" | "-Z" => drop(value()?),
+                "--nocapture" | "--quiet" | "-q" | "--exact" | "--show-output" | "--ignored"
+                | "--include-ignored" => {}
+                other if other.starts_with('-') => {}
+                name => parsed.filter = Some(name.to_owned()),
+            }
+        }
+        Ok(parsed)
+    }
+}
+
+/// This process's part: a rank if a launcher has started it, else the launcher.
+pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let launch = Launch::from_env()?;
+    if launch.world == 1 && args.expect_world.is_none() {
+        return start_worlds(args);
+    }
+    if let Some(expected) = args.expect_world {
+        ensure!(
+            launch.world == expected,
+            "{expected} ranks were expected, the launcher has started {}",
+            launch.world
+        );
+    }
+    match args.transport.as_str() {
+        "tcp" => {
+            let mut joined = 0;
+            rank(args, &launch, &mut |cpu| {
+                let mut launch = launch.clone();
+                launch.job = format!("{}-{joined}", launch.job);
+                joined += 1;
+                Ok(TcpWorld::join(&launch, &JoinOptions::from_env()?)?.communicator(cpu.clone()))
+            })
+        }
+        #[cfg(feature = "mpi")]
+        "mpi" => {
+            let mpi = gather8_collectives::mpi::Mpi::init()?;
+            ensure!(
+                (mpi.rank(), mpi.world()) == (launch.rank, launch.world),
+                "MPI says rank {} of {}, the environment {} of {}",
+                mpi.rank(),
+                mpi.world(),
+                launch.rank,
+                launch.world
+            );
+            rank(args, &launch, &mut |cpu| Ok(mpi.connect()?.communicator(cpu.clone())))
+        }
+        other => bail!("there is no transport `{other}` in this build"),
+    }
+}
+
+/// Runs every case as one rank of the world, and tells rank 0, which prints.
+fn rank(args: &Args, launch: &Launch, fresh: &mut Fresh<'_>) -> anyhow::Result<ExitCode> {
+    let verdicts = fresh(&Cpu::new())?;
+    let loud = launch.rank == 0;
+    let (mut passed, mut failed) = (0, 0);
+    for (name, case) in cases::all::<Cpu>() {
+        if args.filter.as_ref().is_some_and(|filter| !name.contains(filter.as_str())) {
+            continue;
+        }
+        let start = Instant::now();
+        let backend = Cpu::new();
+        let communicator = fresh(&backend)?;
+        let context = Context { backend, communicator };
+        let verdict = match catch_unwind(AssertUnwindSafe(|| case(&context))) {
+            Ok(Ok(())) => String::new(),
+            Ok(Err(error)) => format!("{error:#}"),
+            Err(panic) => format!("panicked: {}", panic_text(&*panic)),
+        };
+        drop(context);
+        let op =
+            Op { sequence: 0, name: "exchange", unit: name, deadline: Duration::from_secs(120) };
+        let all = verdicts.exchange(op, verdict.as_bytes())?;
+        let bad = all.iter().enumerate().find(|(_, verdict)| !verdict.is_empty());
+        match bad {
+            None => passed += 1,
+            Some(_) => failed += 1,
+        }
+        if loud {
+            let seconds = start.elapsed().as_secs_f64();
+            match bad {
+                None => println!("case {name} ... ok ({seconds:.2} s)"),
+                Some((rank, verdict)) => {
+                    let verdict = String::from_utf8_lossy(verdict);
+                    println!("case {name} ... FAILED: rank {rank}: {verdict}");
+                }
+            }
+        }
+    }
+    if loud {
+        let (world, transport) = (launch.world, &args.transport);
+        println!("world {world} over {transport}: {passed} passed, {failed} failed");
+    }
+    let well = failed == 0 && (passed > 0 || args.filter.is_some());
+    Ok(if well { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().cloned();
+    text.or(panic.downcast_ref::<&str>().map(|s| (*s).to_owned())).unwrap_or_default()
+}
+
+fn start_worlds(args: &Args) -> anyhow::Result<ExitCode> {
+    let mut code = ExitCode::SUCCESS;
+    for &world in args.worlds.as_deref().unwrap_or(&WORLDS) {
+        let mut options = vec!["--expect-world".to_owned(), world.to_string()];
+        options.extend(["--transport".to_owned(), args.transport.clone()]);
+        options.extend(args.filter.clone());
+        let job = format!("conformance-{}-{world}", std::process::id());
+        let mut children = Children::start(world, &job, &options, |_, command| {
+            command.stdout(Stdio::inherit());
+        })?;
+        let codes = children.wait(PATIENCE)?;
+        if codes.iter().any(|code| *code != Some(0)) {
+            println!("world {world}: exit codes {codes:?}");
+            code = ExitCode::FAILURE;
+        }
+    }
+    Ok(code)
+}
+
+/// Ranks that this process has started; killed when dropped.
+pub struct Children(Vec<Child>);
+
+impl Children {
+    /// Starts this program once per rank of a world.
+    pub fn start(
+        world: u32,
+        job: &str,
+        args: &[String],
+        prepare: impl Fn(u32, &mut Command),
+    ) -> anyhow::Result<Self> {
+        let mut children = Self(Vec::new());
+        for rank in 0..world {
+            let mut command = Command::new(std::env::current_exe()?);
+            command
+                .args(args)
+                .env("GATHER8_RANK", rank.to_string())
+                .env("GATHER8_WORLD", world.to_string())
+                .env("GATHER8_LOCAL_RANK", rank.to_string())
+                .env("GATHER8_LOCAL_WORLD", world.to_string())
+                .env("GATHER8_JOB", job)
+                .stdin(Stdio::null());
+            prepare(rank, &mut command);
+            children.0.push(command.spawn()?);
+        }
+        Ok(children)
+    }
+
+    /// A rank's process.
+    pub fn process(&self, rank: u32) -> u32 {
+        self.0[rank as usize].id()
+    }
+
+    /// Whether a rank has ended.
+    pub fn has_ended(&mut self, rank: u32) -> anyhow::Result<bool> {
+        Ok(self.0[rank as usize].try_wait()?.is_some())
+    }
+
+    /// Waits for all to end; their exit codes (`None` for a signal).
+    pub fn wait(&mut self, patience: Duration) -> anyhow::Result<Vec<Option<i32>>> {
+        let until = Instant::now() + patience;
+        loop {
+            let codes = self.0.iter_mut().map(Child::try_wait).collect::<Result<Vec<_>, _>>()?;
+            if let Some(codes) = codes.iter().copied().collect::<Option<Vec<_>>>() {
+                return Ok(codes.into_iter().map(|code| code.code()).collect());
+            }
+            ensure!(Instant::now() < until, "the ranks did not end within {patience:?}: {codes:?}");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+}
+
+impl Drop for Children {
+    fn drop(&mut self) {
+        for child in &mut self.0 {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}

@@ -1,0 +1,167 @@
+//! Ranks that train over TCP, of which one is killed or stopped at a random point: every survivor
+//! names it within the deadline and two seconds. `--times 50` tries often.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    reason = "a failed expectation is a failed test"
+)]
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
+use std::time::{Duration, Instant, SystemTime};
+
+use anyhow::{Context as _, ensure};
+use gather8::{Config, Fsdp};
+use gather8_collectives::{JoinOptions, Launch, TcpWorld};
+use gather8_conformance::model::{Mlp, initial};
+use gather8_conformance::processes::Children;
+use gather8_kernels::cpu::Cpu;
+
+const WORLD: u32 = 4;
+const DEADLINE: f64 = 2.0;
+/// Where a rank leaves its verdict.
+const FOLDER: &str = "GATHER8_TEST_FOLDER";
+
+fn main() -> ExitCode {
+    let args = std::env::args().skip(1).collect::<Vec<_>>();
+    if args.iter().any(|arg| arg == "--list") {
+        return ExitCode::SUCCESS;
+    }
+    let done = match std::env::var_os(FOLDER) {
+        Some(folder) => train(Path::new(&folder)),
+        None => {
+            let times = args.iter().position(|arg| arg == "--times");
+            let times = times.and_then(|at| args.get(at + 1)?.parse().ok()).unwrap_or(4);
+            strike(times)
+        }
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// A rank: trains until something happens, and writes down what.
+fn train(folder: &Path) -> anyhow::Result<()> {
+    let launch = Launch::from_env()?;
+    let rank = launch.rank;
+    let error = train_until_it_fails(&launch, folder).err().context("training came to an end")?;
+    let blamed = error.downcast_ref::<gather8::Error>().and_then(gather8::Error::blamed_rank);
+    let blamed = blamed.map_or("nobody".to_owned(), |rank| rank.to_string());
+    std::fs::write(folder.join(format!("{rank}.result")), format!("{blamed}\n{error:#}\n"))?;
+    Err(error)
+}
+
+fn train_until_it_fails(launch: &Launch, folder: &Path) -> anyhow::Result<()> {
+    let tcp = TcpWorld::join(launch, &JoinOptions::from_env()?)?;
+    let cpu = Cpu::new();
+    let mut config = Config::default();
+    config.deadline.0 = DEADLINE;
+    let model = Mlp { dims: vec![64, 96, 64, 16], frozen_first: false };
+    let fsdp = Fsdp::builder(config, cpu.clone(), tcp.communicator(cpu))
+        .units(model.units())
+        .build(|spec, rows| anyhow::Ok(initial(spec, rows)))?;
+    for step in 0.. {
+        model.train(
+            &fsdp,
+            &[model.example(step * u64::from(launch.world) + u64::from(launch.rank))],
+        )?;
+        fsdp.step()?;
+        fsdp.sync()?;
+        if step == 3 {
+            std::fs::write(folder.join(format!("{}.ready", launch.rank)), "")?;
+        }
+    }
+    Ok(())
+}
+
+/// SplitMix64.
+fn random(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let mut z = *state;
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+fn strike(times: u64) -> anyhow::Result<()> {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH)?;
+    let mut state = now.as_nanos() as u64;
+    let mut slowest = [Duration::ZERO; 2];
+    for time in 0..times {
+        let seed = state;
+        let victim = (random(&mut state) % u64::from(WORLD)) as u32;
+        let pause = Duration::from_micros(random(&mut state) % 300_000);
+        let (signal, slow) = if time % 2 == 0 { ("-KILL", 0) } else { ("-STOP", 1) };
+        let elapsed = strike_once(time, victim, pause, signal)
+            .with_context(|| format!("{signal} of rank {victim} after {pause:?} (seed {seed})"))?;
+        slowest[slow] = slowest[slow].max(elapsed);
+    }
+    println!(
+        "{times} strikes: every survivor named the rank; slowest {:.2} s after SIGKILL, {:.2} s after SIGSTOP (deadline {DEADLINE} s)",
+        slowest[0].as_secs_f64(),
+        slowest[1].as_secs_f64()
+    );
+    Ok(())
+}
+
+fn strike_once(time: u64, victim: u32, pause: Duration, signal: &str) -> anyhow::Result<Duration> {
+    let folder = scratch(time)?;
+    let job = format!("faults-{}-{time}", std::process::id());
+    let mut children = Children::start(WORLD, &job, &[], |_, command| {
+        command.env(FOLDER, &folder).stdout(Stdio::null()).stderr(Stdio::null());
+    })?;
+    wait_until(Duration::from_secs(60), "the ranks train", || {
+        Ok((0..WORLD).all(|rank| folder.join(format!("{rank}.ready")).exists()))
+    })?;
+    std::thread::sleep(pause);
+    let process = children.process(victim).to_string();
+    ensure!(Command::new("kill").args([signal, &process]).status()?.success(), "kill {process}");
+    let struck = Instant::now();
+
+    let survivors = (0..WORLD).filter(|rank| *rank != victim).collect::<Vec<_>>();
+    let limit = Duration::from_secs_f64(DEADLINE + 2.0);
+    wait_until(limit, "the survivors end", || {
+        for &rank in &survivors {
+            if !children.has_ended(rank)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    })?;
+    let elapsed = struck.elapsed();
+    for rank in survivors {
+        let result = std::fs::read_to_string(folder.join(format!("{rank}.result")))
+            .with_context(|| format!("rank {rank} left no result"))?;
+        let blamed = result.lines().next().unwrap_or_default();
+        ensure!(blamed == victim.to_string(), "rank {rank} says: {result}");
+        ensure!(result.contains(&format!("rank {victim} ")), "rank {rank} says: {result}");
+    }
+    drop(children);
+    std::fs::remove_dir_all(&folder)?;
+    Ok(elapsed)
+}
+
+fn scratch(time: u64) -> anyhow::Result<PathBuf> {
+    let folder = std::env::temp_dir().join(format!("gather8-faults-{}-{time}", std::process::id()));
+    std::fs::create_dir(&folder)?;
+    Ok(folder)
+}
+
+fn wait_until(
+    patience: Duration,
+    what: &str,
+    mut done: impl FnMut() -> anyhow::Result<bool>,
+) -> anyhow::Result<()> {
+    let until = Instant::now() + patience;
+    while !done()? {
+        ensure!(Instant::now() < until, "waited {patience:?} until {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Ok(())
+}
