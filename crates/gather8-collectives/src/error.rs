@@ -110,6 +110,12 @@ pub enum Error {
         /// What failed; ranks that are missing.
         problem: String,
     },
+    /// MPI said no.
+    #[error("MPI: {problem}")]
+    Mpi {
+        /// What, and to which call.
+        problem: String,
+    },
     /// The backend failed.
     #[error(transparent)]
     Backend(#[from] gather8_kernels::Error),

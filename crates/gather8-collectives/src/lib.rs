@@ -6,6 +6,8 @@ pub mod error;
 mod host;
 pub mod launch;
 pub mod local;
+#[cfg(feature = "mpi")]
+pub mod mpi;
 mod net;
 pub mod order;
 mod shape;

@@ -14,6 +14,7 @@ use crate::host::board::Board;
 use crate::host::world::HostWorld;
 use crate::launch::Launch;
 use crate::net::mesh::{self, Mesh};
+use crate::net::post::{Inbox, Post};
 use crate::net::proof::{LONGEST_TOKEN, SHORTEST_TOKEN};
 use crate::net::rendezvous::{self, Met, Party, Venue};
 
@@ -118,12 +119,14 @@ impl TcpWorld {
     /// several hosts without a token.
     pub fn join(launch: &Launch, options: &JoinOptions) -> Result<Self> {
         let board = Arc::new(Board::new(false));
-        let (link, addresses) = if launch.world == 1 {
-            let (mesh, _) = Mesh::new(0, 1);
-            (mesh, Vec::new())
+        let answers = Arc::default();
+        let (mesh, addresses) = if launch.world == 1 {
+            (Mesh::new(0, 1).0, Vec::new())
         } else {
-            connect(launch, options, &board)?
+            let (board, answers) = (Arc::clone(&board), Arc::clone(&answers));
+            connect(launch, options, Inbox { rank: launch.rank, board, answers })?
         };
+        let link = Post::new(launch.rank, mesh, answers);
         let inner = HostWorld::new(launch.rank, launch.world, board, Arc::new(link));
         Ok(Self { inner, addresses })
     }
@@ -159,7 +162,7 @@ impl TcpWorld {
 fn connect(
     launch: &Launch,
     options: &JoinOptions,
-    board: &Arc<Board>,
+    inbox: Inbox,
 ) -> Result<(Mesh, Vec<SocketAddr>)> {
     let venue = venue(launch, options)?;
     let deadline = tokio::time::Instant::from_std(
@@ -174,7 +177,6 @@ fn connect(
     };
     let (mut mesh, queues) = Mesh::new(launch.rank, launch.world);
     let (report, reported) = std::sync::mpsc::sync_channel(1);
-    let board = Arc::clone(board);
     let thread = std::thread::Builder::new()
         .name(format!("gather8-net-{}", launch.rank))
         .spawn(move || {
@@ -190,7 +192,7 @@ fn connect(
                 match rendezvous::meet(&party, &venue).await {
                     Ok(Met { links, addresses }) => {
                         let _ = report.send(Ok(addresses));
-                        mesh::serve(queues, links, board).await;
+                        mesh::serve(queues, links, inbox).await;
                     }
                     Err(error) => drop(report.send(Err(error))),
                 }

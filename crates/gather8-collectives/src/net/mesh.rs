@@ -6,10 +6,9 @@
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
@@ -17,9 +16,8 @@ use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender, WeakUnboundedSender};
 use tokio::task::JoinSet;
 
-use crate::host::board::{Board, Cause, Place};
-use crate::host::message::{Message, Payload};
-use crate::host::seat::Link;
+use crate::host::board::Cause;
+use crate::net::post::{Carrier, Inbox, Parcel, Taken};
 use crate::net::wire::{self, Head};
 
 /// After a connection has ended, how long another rank's news may take to say why.
@@ -29,36 +27,17 @@ const FAREWELL: Duration = Duration::from_secs(2);
 /// Payloads up to this are sent together with their head.
 const SMALL: usize = 16 * 1024;
 
-/// A message on its way to one peer.
-struct Parcel {
-    head: Vec<u8>,
-    /// The payload, and the peer's place in it.
-    payload: Option<(Payload, usize)>,
-}
-
-/// What the peers have answered to questions.
-#[derive(Default)]
-struct Answers {
-    given: Mutex<BTreeMap<(u64, u32), Vec<u32>>>,
-    came: Condvar,
-}
-
 /// See the module. Dropped, it says farewell to the peers and ends its thread.
 pub(crate) struct Mesh {
-    rank: u32,
     senders: BTreeMap<u32, UnboundedSender<Parcel>>,
-    answers: Arc<Answers>,
-    questions: AtomicU64,
     thread: Option<JoinHandle<()>>,
     ended: Mutex<std::sync::mpsc::Receiver<()>>,
 }
 
 /// The queues' far ends, for the thread that serves them.
 pub(crate) struct Queues {
-    rank: u32,
     weak: BTreeMap<u32, WeakUnboundedSender<Parcel>>,
     receivers: BTreeMap<u32, UnboundedReceiver<Parcel>>,
-    answers: Arc<Answers>,
     _ended: std::sync::mpsc::SyncSender<()>,
 }
 
@@ -73,85 +52,27 @@ impl Mesh {
             receivers.insert(peer, receiver);
         }
         let weak = senders.iter().map(|(peer, sender)| (*peer, sender.downgrade())).collect();
-        let answers = Arc::new(Answers::default());
         let (alive, ended) = std::sync::mpsc::sync_channel(1);
-        let mesh = Self {
-            rank,
-            senders,
-            answers: Arc::clone(&answers),
-            questions: AtomicU64::new(0),
-            thread: None,
-            ended: Mutex::new(ended),
-        };
-        (mesh, Queues { rank, weak, receivers, answers, _ended: alive })
+        let mesh = Self { senders, thread: None, ended: Mutex::new(ended) };
+        (mesh, Queues { weak, receivers, _ended: alive })
     }
 
     /// The thread that ends with the mesh.
     pub(crate) fn own(&mut self, thread: JoinHandle<()>) {
         self.thread = Some(thread);
     }
-
-    fn tell(&self, peer: u32, head: &Head) {
-        if let Some(sender) = self.senders.get(&peer) {
-            // A peer whose writer has ended is lost, which the board knows.
-            let _ = sender.send(Parcel { head: wire::encode(head, 0), payload: None });
-        }
-    }
 }
 
-impl Link for Mesh {
-    fn send(&self, place: Place, members: &[u32], rank: u32, message: &Arc<Message>) {
-        for (position, peer) in members.iter().enumerate().filter(|(_, peer)| **peer != rank) {
-            let Some(sender) = self.senders.get(peer) else { continue };
-            let length = message.payload.for_rank(position).len() as u64;
-            let head = Head::Contribution(place, message.header.clone());
-            let head = wire::encode(&head, length);
-            let payload = Some((message.payload.clone(), position));
-            let _ = sender.send(Parcel { head, payload });
+impl Carrier for Mesh {
+    fn peers(&self) -> Vec<u32> {
+        self.senders.keys().copied().collect()
+    }
+
+    fn send(&self, to: u32, parcel: Parcel) {
+        if let Some(sender) = self.senders.get(&to) {
+            // Only a peer whose connection has ended takes no more.
+            let _ = sender.send(parcel);
         }
-    }
-
-    fn announce(&self, cause: &Cause) {
-        let head = Head::Fail(cause.clone());
-        self.senders.keys().for_each(|&peer| self.tell(peer, &head));
-    }
-
-    fn leave(&self, group: u64, members: &[u32], rank: u32, issued: u64, how: &str) {
-        let head = Head::Leave { group, issued, how: how.to_owned() };
-        members.iter().filter(|peer| **peer != rank).for_each(|&peer| self.tell(peer, &head));
-    }
-
-    fn report(&self, text: &str) {
-        let head = Head::Report(text.to_owned());
-        self.senders.keys().for_each(|&peer| self.tell(peer, &head));
-    }
-
-    fn waits_for(&self, board: &Board, ranks: &[u32], until: Instant) -> BTreeMap<u32, Vec<u32>> {
-        let number = self.questions.fetch_add(1, Ordering::Relaxed);
-        let mut waits = BTreeMap::new();
-        for &rank in ranks {
-            if rank == self.rank {
-                waits.insert(rank, board.waits_for(rank));
-            } else {
-                self.tell(rank, &Head::Ask(number));
-            }
-        }
-        let mut given = self.answers.given.lock().unwrap_or_else(PoisonError::into_inner);
-        loop {
-            for &rank in ranks {
-                if let Some(answer) = given.remove(&(number, rank)) {
-                    waits.insert(rank, answer);
-                }
-            }
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() || ranks.iter().all(|rank| waits.contains_key(rank)) {
-                break;
-            }
-            let waited = self.answers.came.wait_timeout(given, left);
-            given = waited.unwrap_or_else(PoisonError::into_inner).0;
-        }
-        waits.retain(|_, others| !others.is_empty());
-        waits
     }
 }
 
@@ -169,8 +90,8 @@ impl Drop for Mesh {
 }
 
 /// Serves the connections until the mesh is dropped.
-pub(crate) async fn serve(queues: Queues, links: BTreeMap<u32, TcpStream>, board: Arc<Board>) {
-    let Queues { rank, weak, mut receivers, answers, _ended } = queues;
+pub(crate) async fn serve(queues: Queues, links: BTreeMap<u32, TcpStream>, inbox: Inbox) {
+    let Queues { weak, mut receivers, _ended } = queues;
     let weak = Arc::new(weak);
     let mut writers = JoinSet::new();
     let mut readers = JoinSet::new();
@@ -181,13 +102,7 @@ pub(crate) async fn serve(queues: Queues, links: BTreeMap<u32, TcpStream>, board
         }
         let (read, write) = stream.into_split();
         writers.spawn(send_all(queue, write));
-        let reader = Reader {
-            rank,
-            peer,
-            board: Arc::clone(&board),
-            answers: Arc::clone(&answers),
-            peers: Arc::clone(&weak),
-        };
+        let reader = Reader { peer, inbox: inbox.clone(), peers: Arc::clone(&weak) };
         readers.spawn(reader.receive_all(read));
     }
     while writers.join_next().await.is_some() {}
@@ -211,23 +126,20 @@ async fn send_all(mut queue: UnboundedReceiver<Parcel>, mut write: OwnedWriteHal
     let _ = tokio::time::timeout(FAREWELL, farewell).await;
 }
 
-async fn send(write: &mut OwnedWriteHalf, parcel: Parcel) -> std::io::Result<()> {
-    let Parcel { mut head, payload } = parcel;
-    let body = payload.as_ref().map_or(&[][..], |(payload, position)| payload.for_rank(*position));
-    if body.len() <= SMALL {
-        head.extend_from_slice(body);
-        return write.write_all(&head).await;
+async fn send(write: &mut OwnedWriteHalf, mut parcel: Parcel) -> std::io::Result<()> {
+    if parcel.body().len() <= SMALL {
+        let mut bytes = std::mem::take(&mut parcel.head);
+        bytes.extend_from_slice(parcel.body());
+        return write.write_all(&bytes).await;
     }
-    write.write_all(&head).await?;
-    write.write_all(body).await
+    write.write_all(&parcel.head).await?;
+    write.write_all(parcel.body()).await
 }
 
 /// Puts what a peer sends onto the board.
 struct Reader {
-    rank: u32,
     peer: u32,
-    board: Arc<Board>,
-    answers: Arc<Answers>,
+    inbox: Inbox,
     peers: Arc<BTreeMap<u32, WeakUnboundedSender<Parcel>>>,
 }
 
@@ -236,53 +148,28 @@ impl Reader {
         let mut read = tokio::io::BufReader::with_capacity(64 * 1024, read);
         let how = loop {
             match wire::read(&mut read).await {
-                Ok((Head::Bye, _)) => return self.board.end(self.peer, "left"),
-                Ok((head, payload)) => {
-                    if !self.take(head, payload) {
-                        break "sent something that no rank sends".to_owned();
-                    }
-                }
+                Ok((head, payload)) => match self.inbox.take(self.peer, head, payload) {
+                    Taken::Done => {}
+                    Taken::Answer(answer) => self.tell(self.peer, &answer),
+                    Taken::Farewell => return,
+                    Taken::Strange => break "sent something that no rank sends".to_owned(),
+                },
                 Err(error) => break ending(&error),
             }
         };
         // If another rank's loss has led to this one, its news are on the way.
         tokio::time::sleep(NEWS).await;
-        let (cause, new) = self.board.fail(Cause::Lost { rank: self.peer, how });
+        let (cause, new) = self.inbox.board.fail(Cause::Lost { rank: self.peer, how });
         if new {
-            tracing::warn!(rank = self.rank, peer = self.peer, ?cause, "a rank is lost");
+            tracing::warn!(rank = self.inbox.rank, peer = self.peer, ?cause, "a rank is lost");
             self.peers.keys().for_each(|&peer| self.tell(peer, &Head::Fail(cause.clone())));
         }
-    }
-
-    /// False for what a rank does not send after the rendezvous.
-    fn take(&self, head: Head, payload: Vec<u8>) -> bool {
-        match head {
-            Head::Contribution(place, header) => {
-                let payload = Payload::Same(Arc::new(payload));
-                self.board.post(place, self.peer, Arc::new(Message { header, payload }));
-            }
-            Head::Fail(cause) => {
-                self.board.fail(cause);
-            }
-            Head::Leave { group, issued, how } => self.board.leave(group, self.peer, issued, &how),
-            Head::Ask(number) => {
-                self.tell(self.peer, &Head::Waits(number, self.board.waits_for(self.rank)));
-            }
-            Head::Waits(number, ranks) => {
-                let mut given = self.answers.given.lock().unwrap_or_else(PoisonError::into_inner);
-                given.insert((number, self.peer), ranks);
-                self.answers.came.notify_all();
-            }
-            Head::Report(text) => self.board.report(self.peer, &text),
-            Head::Bye | Head::Table { .. } | Head::Refused(_) => return false,
-        }
-        true
     }
 
     fn tell(&self, peer: u32, head: &Head) {
         let sender = self.peers.get(&peer).and_then(WeakUnboundedSender::upgrade);
         if let Some(sender) = sender {
-            let _ = sender.send(Parcel { head: wire::encode(head, 0), payload: None });
+            let _ = sender.send(Parcel::of(head));
         }
     }
 }

@@ -2,6 +2,7 @@
 
 pub(crate) mod handshake;
 pub(crate) mod mesh;
+pub(crate) mod post;
 pub(crate) mod proof;
 pub(crate) mod rendezvous;
 #[cfg(unix)]

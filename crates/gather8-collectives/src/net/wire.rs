@@ -118,6 +118,19 @@ pub(crate) async fn read(
     Ok((head, payload))
 }
 
+/// One message that lies in memory whole; `None` for everything that no rank sends.
+#[cfg(feature = "mpi")]
+pub(crate) fn parse(mut bytes: Vec<u8>) -> Option<(Head, Vec<u8>)> {
+    let (head_len, payload_len) = lengths(bytes.first_chunk()?).ok()?;
+    let end = PREFIX + head_len as usize;
+    if bytes.len() as u64 != end as u64 + payload_len {
+        return None;
+    }
+    let head = decode(bytes.get(PREFIX..end)?)?;
+    bytes.drain(..end);
+    Some((head, bytes))
+}
+
 fn lengths(prefix: &[u8; PREFIX]) -> std::io::Result<(u64, u64)> {
     let mut rest = Rest(prefix);
     let head = rest.u32().unwrap_or(u32::MAX);
