@@ -159,7 +159,7 @@ impl Rules {
 
     fn elements(self, what: &str, found: u64, of: &str, wanted: u64) -> Result<()> {
         if found != wanted {
-            return self.refuse(format!("{what} has {found} elements, but {of} has {wanted}"));
+            return self.refuse(format!("{found} elements in {what}, but {wanted} in {of}"));
         }
         Ok(())
     }
