@@ -158,6 +158,47 @@ fn adam_with_l2_follows_its_f64_oracle() {
     }
 }
 
+/// The formula once more, one operation a line: what is rounded when is part of the contract, and
+/// another order (a fused multiply-add, `(1 - b2) * (g * g)`) shows in the last bit.
+#[test]
+fn every_operation_is_one_rounding_in_the_stated_order() {
+    for l2 in [false, true] {
+        let mut forms = Forms::random(11_000_000, false, l2);
+        // A complement that was rounded once from f64 is not the complement of the rounded beta.
+        forms.adam.one_minus_b1 = (1.0 - B1) as f32;
+        assert_ne!(forms.adam.one_minus_b1, 1.0 - forms.adam.b1);
+        forms.adam.factor = 0.37;
+        let a = forms.adam;
+        for i in 0..forms.p.len() {
+            let p = forms.p[i];
+            let decay = a.weight_decay * p;
+            let mut g = forms.grad[i] * a.factor;
+            if l2 {
+                g += decay;
+            }
+            let old_m = a.b1 * forms.m[i];
+            let new_m = a.one_minus_b1 * g;
+            let m = old_m + new_m;
+            let old_v = a.b2 * forms.v[i];
+            let weighted = a.one_minus_b2 * g;
+            let new_v = weighted * g;
+            let v = old_v + new_v;
+            let mean = m / a.correction1;
+            let square = v / a.correction2;
+            let root = square.sqrt();
+            let below = root + a.eps;
+            let mut d = mean / below;
+            if !l2 {
+                d += decay;
+            }
+            let change = a.lr * d;
+            let expected = [m, v, p - change].map(f32::to_bits);
+            let (m, v, p) = adam_element(&a, forms.grad[i], forms.m[i], forms.v[i], p);
+            assert_eq!([m, v, p].map(f32::to_bits), expected, "{i}");
+        }
+    }
+}
+
 /// A random shard in every form, and its step in each of them.
 struct Forms {
     adam: Adam,

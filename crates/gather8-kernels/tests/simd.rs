@@ -167,6 +167,32 @@ fn cast() {
     }
 }
 
+/// Whole blocks whose largest product is at, just below and just above the bound of saturation:
+/// there the code without a clamp gives way to the one with it.
+#[test]
+fn blocks_around_the_bound_of_saturation() {
+    for format in FORMATS {
+        for edge in [format.max(), format.saturation_bound(), f32::INFINITY] {
+            for ulp in [-1_i32, 0, 1] {
+                let top = f32::from_bits(edge.to_bits().wrapping_add_signed(ulp));
+                let mut values: Vec<f32> = (0..1024).map(|i| i as f32 / 16.0 - 30.0).collect();
+                for at in [0, 300, 1023] {
+                    values[at] = top;
+                    values[at ^ 1] = -top;
+                    let mut expected = vec![0; 1024];
+                    let count = scalar::cast(Elements::F32(&values), 1.0, format, &mut expected);
+                    for level in Level::available() {
+                        let mut found = vec![0; 1024];
+                        let src = Elements::F32(&values);
+                        assert_eq!(simd::cast(level, src, 1.0, format, &mut found), count);
+                        assert_eq!(found, expected, "{level:?} {format:?} {top:e}");
+                    }
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn every_16_bit_value_is_cast_alike() {
     let bits: Vec<u16> = (0..=u16::MAX).collect();
