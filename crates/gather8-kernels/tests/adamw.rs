@@ -25,13 +25,23 @@ const B1: f64 = 0.9;
 const WEIGHT_DECAY: f64 = 0.01;
 const EPS: f64 = 1e-8;
 
-/// The cases of `golden/make.py`, in its order.
-fn cases() -> Vec<(f64, f64, bool)> {
+/// A case of `golden/make.py`.
+struct Case {
+    weight_decay: f64,
+    lr: f64,
+    b2: f64,
+    bf16: bool,
+}
+
+/// In the order of `golden/make.py`.
+fn cases() -> Vec<Case> {
     let mut cases = vec![];
-    for lr in [1e-3, 1e-2] {
-        for b2 in [0.95, 0.999] {
-            for bf16 in [false, true] {
-                cases.push((lr, b2, bf16));
+    for weight_decay in [WEIGHT_DECAY, 0.0] {
+        for lr in [1e-3, 1e-2] {
+            for b2 in [0.95, 0.999] {
+                for bf16 in [false, true] {
+                    cases.push(Case { weight_decay, lr, b2, bf16 });
+                }
             }
         }
     }
@@ -127,20 +137,29 @@ fn mean_error(found: &[f32], exact: &[f64]) -> f64 {
     sum / exact.len() as f64
 }
 
+/// With torch's default decay its error is mostly that of `p * (1 - lr * wd)`, whose factor lies so
+/// near 1 that f32 holds few digits of the decay; ours subtracts the decay. Without decay both are
+/// alike.
 #[test]
 fn a_hundred_steps_are_at_most_half_as_far_from_f64_as_those_of_torch() {
     let golden = include_bytes!("golden/adamw.bin");
     let torch: Vec<f32> =
         golden.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
     assert_eq!(torch.len(), cases().len() * ELEMENTS);
-    for ((lr, b2, bf16), torch) in cases().into_iter().zip(torch.chunks_exact(ELEMENTS)) {
-        let exact = oracle(lr, b2, WEIGHT_DECAY, false, bf16);
-        let ours = mean_error(&trained(group(lr, B1, b2, WEIGHT_DECAY, 0), bf16), &exact);
+    for (case, torch) in cases().into_iter().zip(torch.chunks_exact(ELEMENTS)) {
+        let Case { weight_decay, lr, b2, bf16 } = case;
+        let exact = oracle(lr, b2, weight_decay, false, bf16);
+        let ours = mean_error(&trained(group(lr, B1, b2, weight_decay, 0), bf16), &exact);
         let theirs = mean_error(torch, &exact);
-        println!("lr {lr} b2 {b2} bf16 gradients {bf16}: {ours:.3e}, torch {theirs:.3e}");
-        // Both start where the oracle does and walk in its direction at all.
-        assert!(theirs < 1e-5, "{theirs}");
-        assert!(ours * 2.0 <= theirs, "lr {lr} b2 {b2} bf16 {bf16}: {ours:e}, torch {theirs:e}");
+        let what = format!("decay {weight_decay} lr {lr} b2 {b2} bf16 gradients {bf16}");
+        println!("{what}: {ours:.3e}, torch {theirs:.3e}");
+        // Torch starts where the oracle does and walks the same way.
+        assert!(theirs < 1e-5, "{what}: {theirs}");
+        if weight_decay > 0.0 {
+            assert!(ours * 2.0 <= theirs, "{what}: {ours:e}, torch {theirs:e}");
+        } else {
+            assert!(ours <= theirs * 1.5, "{what}: {ours:e}, torch {theirs:e}");
+        }
     }
 }
 

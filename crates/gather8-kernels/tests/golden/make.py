@@ -84,8 +84,9 @@ def digests():
 
 
 ELEMENTS, STEPS = 512, 100
-CASES = [(lr, b2, bf16) for lr in (1e-3, 1e-2) for b2 in (0.95, 0.999) for bf16 in (False, True)]
-WEIGHT_DECAY, EPS, B1 = 0.01, 1e-8, 0.9
+CASES = [(weight_decay, lr, b2, bf16) for weight_decay in (0.01, 0.0) for lr in (1e-3, 1e-2)
+         for b2 in (0.95, 0.999) for bf16 in (False, True)]
+EPS, B1 = 1e-8, 0.9
 
 
 def mix(x):
@@ -111,10 +112,10 @@ def gradient(step, bf16):
 
 def adamw():
     finals = []
-    for lr, b2, bf16 in CASES:
+    for weight_decay, lr, b2, bf16 in CASES:
         p = torch.nn.Parameter(torch.from_numpy(uniform(0).copy()))
         optimizer = torch.optim.AdamW([p], lr=lr, betas=(B1, b2), eps=EPS,
-                                      weight_decay=WEIGHT_DECAY, foreach=False, fused=False)
+                                      weight_decay=weight_decay, foreach=False, fused=False)
         for step in range(1, STEPS + 1):
             p.grad = torch.from_numpy(gradient(step, bf16).copy())
             optimizer.step()
