@@ -1,1 +1,4 @@
 //! Code that the examples and the conformance tests share.
+
+pub mod bench;
+pub mod export;

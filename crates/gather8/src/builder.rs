@@ -66,8 +66,8 @@ impl<B: Backend> FsdpBuilder<B> {
     }
 
     /// Allocates, fills the shards and agrees with the other ranks. `init` returns the given rows
-    /// of a weight, row-major in f32; BF16 weights start at those values rounded to nearest even,
-    /// with a remainder of zero. It is called for this rank's own rows only.
+    /// of a weight, row-major in f32; BF16 and F16 weights start at those values rounded to nearest
+    /// even, with a remainder of zero. It is called for this rank's own rows only.
     ///
     /// # Errors
     /// [`Error::Config`], [`Error::Weight`], [`Error::Init`]; [`Error::Disagreement`] if another

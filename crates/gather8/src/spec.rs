@@ -22,7 +22,7 @@ pub struct WeightSpec {
     pub name: String,
     /// Dimensions; the first is sharded.
     pub shape: Vec<u64>,
-    /// How the shard is stored: BF16 or F32.
+    /// How the shard is stored: BF16 or F32; F16 too if the weight is frozen.
     pub dtype: DType,
     /// Gathered in float8 (if the configuration says so too), or as stored.
     pub float8: bool,
@@ -63,7 +63,7 @@ impl WeightSpec {
         self
     }
 
-    /// Stored in F32.
+    /// Stored in another type than BF16.
     pub fn stored_as(mut self, dtype: DType) -> Self {
         self.dtype = dtype;
         self
@@ -100,8 +100,11 @@ impl WeightSpec {
         if elements.is_none_or(|elements| elements > 1 << 48) {
             return refuse(format!("shape {:?} has more than 2^48 elements", self.shape));
         }
-        if !matches!(self.dtype, DType::Bf16 | DType::F32) {
-            return refuse(format!("shards are stored in bf16 or f32, not {}", self.dtype.name()));
+        if self.trainable && !matches!(self.dtype, DType::Bf16 | DType::F32) {
+            return refuse(format!(
+                "trainable shards are stored in bf16 or f32, not {}: convert it, or freeze it",
+                self.dtype.name()
+            ));
         }
         Ok(())
     }

@@ -80,8 +80,8 @@ impl<B: Backend> Fsdp<B> {
         }
     }
 
-    /// This rank's rows of a weight as the forward pass rounds them (BF16 widened, or F32). Waits
-    /// for the device.
+    /// This rank's rows of a weight as the forward pass rounds them (BF16 or F16 widened, or F32).
+    /// Waits for the device.
     ///
     /// # Errors
     /// [`Error::Unknown`]; a failure of the device.
@@ -91,7 +91,9 @@ impl<B: Backend> Fsdp<B> {
             return self.fetch(&weight.own()?.span);
         }
         let bits: Vec<u16> = self.fetch(&weight.own()?.span)?;
-        Ok(bits.into_iter().map(scalar::bf16_to_f32).collect())
+        let widen =
+            if weight.spec.dtype == DType::F16 { scalar::f16_to_f32 } else { scalar::bf16_to_f32 };
+        Ok(bits.into_iter().map(widen).collect())
     }
 
     /// This rank's shard in device memory, without padding. After changing it, on the compute
@@ -170,7 +172,12 @@ impl<B: Backend> Fsdp<B> {
                 self.backend.upload(compute, bytemuck::cast_slice(values), &own)?;
             }
             _ => {
-                let bits: Vec<u16> = values.iter().map(|&v| scalar::f32_to_bf16(v)).collect();
+                let narrow = if weight.spec.dtype == DType::F16 {
+                    scalar::f32_to_f16
+                } else {
+                    scalar::f32_to_bf16
+                };
+                let bits: Vec<u16> = values.iter().map(|&value| narrow(value)).collect();
                 self.backend.upload(compute, bytemuck::cast_slice(&bits), &own)?;
             }
         }

@@ -1,0 +1,89 @@
+//! A checkpoint in float8: every matrix of a safetensors file is sharded over ranks and gathered
+//! through the runtime, as a training step would, and the gathered bytes are written.
+//!
+//! A two-dimensional F32, F16 or BF16 tensor `x` becomes float8 codes under the name `x` and one F32
+//! scalar `x_scale`, the factor that decodes (value = code × it). Everything else, tensors without
+//! elements among it, and the metadata pass through unchanged. What is written does not depend on
+//! the number of ranks.
+//!
+//! Memory: the tensors of one batch are in memory at once, a batch being no larger than the largest
+//! matrix (or [`SMALLEST_BATCH`] elements). Per element of it, every rank holds one gathered byte,
+//! and all ranks together 12 bytes at most of the shards.
+
+mod layout;
+mod progress;
+mod ranks;
+mod source;
+mod target;
+mod text;
+
+use std::path::Path;
+
+use anyhow::{Result, bail};
+use gather8_kernels::Format;
+
+pub use progress::{Progress, Silent};
+pub use ranks::SMALLEST_BATCH;
+pub use source::{LONGEST_HEADER, Source};
+pub use text::one_line;
+
+use layout::Layout;
+use target::Target;
+
+/// What to make.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// Ranks to shard over, as threads of this process; at least 1.
+    pub ranks: u32,
+    /// The float8 format.
+    pub format: Format,
+}
+
+/// What was made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Summary {
+    /// Tensors that are float8 now.
+    pub converted: usize,
+    /// Tensors that passed through.
+    pub unchanged: usize,
+    /// The input's and the output's size in bytes.
+    pub bytes: (u64, u64),
+}
+
+/// Converts `input` into `output`. The output appears whole or not at all: it is written under a
+/// temporary name in the same folder, flushed to the disk and renamed.
+///
+/// # Errors
+/// An input that is missing, no regular file, or no valid safetensors file; a weight with a NaN or
+/// an infinity; a tensor whose name is needed for a scale; an output that is the input, or cannot
+/// be written. `output` is untouched then.
+pub fn export(
+    input: &Path,
+    output: &Path,
+    options: Options,
+    progress: &mut (dyn Progress + Send),
+) -> Result<Summary> {
+    if options.ranks == 0 {
+        bail!("a world of 0 ranks holds no weights: ask for at least 1");
+    }
+    let source = Source::open(input)?;
+    let layout = Layout::new(&source, options.format)?;
+    let mut target = Target::create(output, &source)?;
+    target.write_at(0, layout.header())?;
+    progress.begin(source.data_bytes());
+    ranks::convert(&source, &layout, &mut target, options, progress)?;
+    for (from, to) in layout.copies() {
+        source.read_chunks(from, |offset, chunk| {
+            target.write_at(to + offset, chunk)?;
+            progress.advance(chunk.len() as u64);
+            Ok(())
+        })?;
+    }
+    target.finish(layout.file_bytes())?;
+    progress.end();
+    Ok(Summary {
+        converted: layout.matrices().len(),
+        unchanged: source.tensors().len() - layout.matrices().len(),
+        bytes: (source.file_bytes(), layout.file_bytes()),
+    })
+}

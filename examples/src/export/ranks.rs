@@ -1,0 +1,201 @@
+//! What every rank does: shard a batch of matrices, gather it in float8, and, on rank 0, write it.
+
+use std::panic::resume_unwind;
+use std::sync::Arc;
+
+use anyhow::{Context, Result, anyhow, bail};
+use gather8::collectives::{self, Communicator, LocalWorld};
+use gather8::config::Deadline;
+use gather8::hooks::Encoding;
+use gather8::{Config, Fsdp, Scaling, UnitId, UnitSpec, WeightId, WeightSpec};
+use gather8_kernels::Backend;
+use gather8_kernels::cpu::Cpu;
+
+use super::Options;
+use super::layout::{Layout, Matrix};
+use super::progress::Progress;
+use super::source::{Entry, Source};
+use super::target::Target;
+
+/// Small matrices are gathered together, so many elements at a time.
+pub const SMALLEST_BATCH: u64 = 1 << 20;
+
+/// Matrices in one batch at most.
+const LARGEST_BATCH: usize = 256;
+
+/// Where rank 0 leaves what was gathered.
+struct Sink<'a> {
+    target: &'a mut Target,
+    progress: &'a mut (dyn Progress + Send),
+}
+
+/// Converts every matrix, with ranks as threads of this process.
+pub(super) fn convert(
+    source: &Source,
+    layout: &Layout,
+    target: &mut Target,
+    options: Options,
+    progress: &mut (dyn Progress + Send),
+) -> Result<()> {
+    let batches = batches(source, layout, options.ranks)?;
+    if batches.is_empty() {
+        return Ok(());
+    }
+    let world = LocalWorld::new(options.ranks);
+    let mut sink = Some(Sink { target, progress });
+    let results: Vec<Result<()>> = std::thread::scope(|scope| {
+        let mut ranks = Vec::new();
+        for rank in 0..options.ranks {
+            let (world, batches, sink) = (&world, &batches, sink.take());
+            let work = move || {
+                let backend = Cpu::builder().name(format!("cpu of rank {rank}")).build();
+                let communicator = world.rank(rank, backend.clone())?;
+                run(&backend, &communicator, source, batches, options, sink)
+            };
+            let thread = std::thread::Builder::new().name(format!("rank {rank}"));
+            ranks.push(
+                thread
+                    .spawn_scoped(scope, work)
+                    .with_context(|| format!("cannot start a thread for rank {rank}")),
+            );
+        }
+        let join = |rank: Result<std::thread::ScopedJoinHandle<'_, _>>| match rank {
+            Ok(handle) => handle.join().unwrap_or_else(|panic| resume_unwind(panic)),
+            Err(error) => Err(error),
+        };
+        ranks.into_iter().map(join).collect()
+    });
+    root_cause(results)
+}
+
+/// The error that came first: not one that only blames another rank.
+fn root_cause(results: Vec<Result<()>>) -> Result<()> {
+    let mut errors: Vec<_> = results.into_iter().filter_map(Result::err).collect();
+    let own = |error: &anyhow::Error| {
+        let error = error.downcast_ref::<gather8::Error>();
+        error.is_none_or(|error| error.blamed_rank().is_none())
+    };
+    let first = errors.iter().position(own).unwrap_or(0);
+    if errors.is_empty() { Ok(()) } else { Err(errors.swap_remove(first)) }
+}
+
+/// A matrix and its place in the source.
+type Item<'a> = (&'a Entry, &'a Matrix);
+
+/// Neighbours together, as long as they are no larger than the largest matrix alone.
+fn batches<'a>(source: &'a Source, layout: &'a Layout, ranks: u32) -> Result<Vec<Vec<Item<'a>>>> {
+    let cost = |entry: &Entry| {
+        let (rows, columns) = entry.rows_and_columns();
+        let padded = rows.div_ceil(u64::from(ranks)) * u64::from(ranks);
+        padded.checked_mul(columns)
+    };
+    let mut items = Vec::new();
+    for matrix in layout.matrices() {
+        let entry = source.tensors().get(matrix.tensor);
+        let entry = entry.ok_or_else(|| anyhow!("a matrix without a tensor; report this"))?;
+        let cost = cost(entry).ok_or_else(|| {
+            anyhow!("`{}` with shape {:?} is too large to shard", entry.name, entry.shape)
+        })?;
+        items.push(((entry, matrix), cost));
+    }
+    let limit = items.iter().map(|(_, cost)| *cost).max().unwrap_or(0).max(SMALLEST_BATCH);
+    let mut batches: Vec<Vec<Item<'a>>> = Vec::new();
+    let mut size = 0;
+    for (item, cost) in items {
+        match batches.last_mut() {
+            Some(batch) if size + cost <= limit && batch.len() < LARGEST_BATCH => {
+                size += cost;
+                batch.push(item);
+            }
+            _ => {
+                size = cost;
+                batches.push(vec![item]);
+            }
+        }
+    }
+    Ok(batches)
+}
+
+fn config(options: Options) -> Config {
+    let mut config = Config::default();
+    config.gather.format = options.format;
+    config.scaling = Scaling::Dynamic;
+    // One batch is gathered at a time, so a second slot would only take memory.
+    config.gather.arena_slots = 1;
+    config.gather.prefetch = 0;
+    // The others wait while rank 0 writes, as slow as its disk may be.
+    config.deadline = Deadline(86_400.0);
+    config
+}
+
+/// One rank's work; every rank makes the same calls. `sink` is rank 0's.
+fn run<B: Backend>(
+    backend: &B,
+    communicator: &Arc<dyn Communicator<B>>,
+    source: &Source,
+    batches: &[Vec<Item<'_>>],
+    options: Options,
+    mut sink: Option<Sink<'_>>,
+) -> Result<()> {
+    for batch in batches {
+        let fsdp = shard(backend, communicator, source, batch, options)?;
+        let guard = fsdp.unshard(UnitId(0))?;
+        for (number, &(entry, matrix)) in batch.iter().enumerate() {
+            let view = guard.weight(WeightId(number))?;
+            if !matches!(view.unsharded()?.encoding, Encoding::Float8 { .. }) {
+                bail!("`{}` was not gathered in float8; report this", entry.name);
+            }
+            // Every rank asks, and so waits for its part of the gather.
+            let scale = view.scale_inv()?;
+            let Some(sink) = &mut sink else { continue };
+            let scale = scale.ok_or_else(|| anyhow!("`{}` has no scale; report this", entry.name));
+            sink.target.write_at(matrix.scale, &scale?.to_le_bytes())?;
+            sink.target.write_at(matrix.codes, &view.to_bytes()?)?;
+            sink.progress.advance(entry.range.end - entry.range.start);
+        }
+        guard.reshard()?;
+    }
+    Ok(())
+}
+
+/// A runtime that holds one batch as frozen weights, stored as the file stores them.
+fn shard<B: Backend>(
+    backend: &B,
+    communicator: &Arc<dyn Communicator<B>>,
+    source: &Source,
+    batch: &[Item<'_>],
+    options: Options,
+) -> Result<Fsdp<B>> {
+    let weights = batch.iter().map(|(entry, matrix)| {
+        let (rows, columns) = entry.rows_and_columns();
+        WeightSpec::float8(&entry.name, [rows, columns]).stored_as(matrix.dtype).frozen()
+    });
+    let unit = UnitSpec::new("batch", weights.collect::<Vec<_>>());
+    let mut items = batch.iter();
+    Fsdp::builder(config(options), backend.clone(), Arc::clone(communicator))
+        .unit(unit)
+        .build(|spec, rows| {
+            // Weights are filled in their order, but ranks without rows are not asked.
+            let found = items.find(|(entry, _)| entry.name == spec.name);
+            let (entry, matrix) =
+                found.ok_or_else(|| anyhow!("it was asked for out of order; report this"))?;
+            source.rows(entry, matrix.dtype, rows)
+        })
+        .map_err(explain)
+}
+
+/// A weight that float8 cannot hold, in words that fit a file.
+fn explain(error: gather8::Error) -> anyhow::Error {
+    let gather8::Error::Collective(collectives::Error::NonFiniteWeights { names }) = &error else {
+        return error.into();
+    };
+    let mut list = names.iter().take(5).map(|name| format!("`{name}`")).collect::<Vec<_>>();
+    if names.len() > list.len() {
+        list.push(format!("{} more", names.len() - list.len()));
+    }
+    anyhow!(
+        "{} {} a NaN or an infinity, for which no float8 scale exists: repair the weights in the input",
+        list.join(", "),
+        if names.len() == 1 { "holds" } else { "hold" }
+    )
+}
