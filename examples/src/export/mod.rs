@@ -6,9 +6,9 @@
 //! elements among it, and the metadata pass through unchanged. What is written does not depend on
 //! the number of ranks.
 //!
-//! Memory: the tensors of one batch are in memory at once, a batch being no larger than the largest
-//! matrix (or [`SMALLEST_BATCH`] elements). Per element of it, every rank holds one gathered byte,
-//! and all ranks together 12 bytes at most of the shards.
+//! Memory: one batch of matrices at a time, which is no larger than the largest matrix (or
+//! [`SMALLEST_BATCH`] elements). Per element of it every rank holds one gathered byte, and all ranks
+//! together some 16 bytes: the shards, their float8 bytes, and what is on its way between them.
 
 mod layout;
 mod progress;

@@ -11,9 +11,9 @@ use anyhow::{Context, Result, anyhow, bail};
 use gather8_kernels::{DType, scalar};
 use safetensors::Dtype;
 
-/// Headers above 32 MiB are refused: some 200,000 tensors, far from what models have, while parsing
-/// takes several times a header's size in memory.
-pub const LONGEST_HEADER: u64 = 32 << 20;
+/// Headers above 16 MiB are refused: some 100,000 tensors, far above what files of models hold, while
+/// parsing may take twenty times a header's size in memory.
+pub const LONGEST_HEADER: u64 = 16 << 20;
 
 /// The header's length stands in front, in so many bytes.
 pub(super) const LENGTH_BYTES: u64 = 8;
