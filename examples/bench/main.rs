@@ -1,6 +1,5 @@
 //! Rates of the passes on this machine, next to memcpy's.
 
-use std::fs::File;
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -11,6 +10,7 @@ use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser};
 use gather8_examples::bench::{self, Machine, Measured, Report, SCHEMA, Selection, Settings};
 use gather8_examples::bench::{device, host};
+use gather8_examples::whole_file::WholeFile;
 use gather8_kernels::cpu::Cpu;
 
 /// Measures copy, amax, cast and AdamW in GB/s and as a ratio to memcpy.
@@ -88,13 +88,7 @@ fn run(arguments: &Arguments) -> Result<()> {
         Err(error) => Arguments::command().error(ErrorKind::InvalidValue, error).exit(),
     };
     // Before the work, so that a path that cannot be written costs nothing.
-    let json = match &arguments.json {
-        Some(path) => {
-            let shown = path.display();
-            Some(File::create(path).with_context(|| format!("cannot write {shown}"))?)
-        }
-        None => None,
-    };
+    let json = arguments.json.as_deref().map(WholeFile::create).transpose()?;
     let optimised = !cfg!(debug_assertions);
     let mut out = std::io::stdout();
     writeln!(out, "{}, {} cores, {}", machine.cpu, machine.cores, machine.features.join(" "))?;
@@ -119,7 +113,8 @@ fn run(arguments: &Arguments) -> Result<()> {
         };
         let mut text = serde_json::to_string_pretty(&report)?;
         text.push('\n');
-        file.write_all(text.as_bytes()).context("cannot write the JSON")?;
+        file.file().write_all(text.as_bytes()).context("cannot write the JSON")?;
+        file.finish()?;
     }
     Ok(())
 }

@@ -8,7 +8,6 @@
     clippy::unwrap_used,
     reason = "a test fails by panicking"
 )]
-
 #![cfg(target_os = "linux")]
 
 mod support;
@@ -60,6 +59,7 @@ fn memory_is_that_of_the_largest_matrix() {
     // One byte an element for every rank and 16 for all, as the module says, and 8 MiB for threads
     // and pages of the program that were not used before.
     let limit = (RANKS + 16) * ELEMENTS + (8 << 20);
+    println!("{} MB used, {} allowed", used / 1_000_000, limit / 1_000_000);
     assert!(used <= limit, "{} MB used, {} allowed", used / 1_000_000, limit / 1_000_000);
     assert!(MATRICES * bytes > 5 * limit, "the file is too small to tell");
 }

@@ -49,8 +49,13 @@ fn export_succeeds_with_one_line() {
         #[cfg(unix)]
         {
             use std::os::unix::fs::PermissionsExt;
-            let mode = |path: &std::path::Path| std::fs::metadata(path).unwrap().permissions().mode();
-            assert_eq!(mode(&output), mode(&folder.path().join("in.safetensors")), "as any other new file");
+            let mode =
+                |path: &std::path::Path| std::fs::metadata(path).unwrap().permissions().mode();
+            assert_eq!(
+                mode(&output),
+                mode(&folder.path().join("in.safetensors")),
+                "as any other new file"
+            );
         }
     }
     assert!(files.iter().all(|file| *file == files[0]));
@@ -140,5 +145,5 @@ fn bench_refuses_what_it_does_not_know() {
     failed(&run("bench", &["--repeats", "0"]), 2, "0 is not in 1..=1000");
     let missing = ["--size", "1K", "--rows", "fast/copy", "--json", "/no such folder/x.json"];
     let done = run("bench", &missing);
-    failed(&done, 1, "cannot write /no such folder/x.json");
+    failed(&done, 1, "cannot write into the folder of /no such folder/x.json");
 }

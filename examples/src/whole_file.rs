@@ -1,0 +1,85 @@
+//! A file that appears whole or not at all.
+
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, anyhow, bail};
+use tempfile::NamedTempFile;
+
+/// A temporary file in the folder of the file that it becomes; it removes itself when dropped before
+/// [`finish`](Self::finish).
+#[derive(Debug)]
+pub struct WholeFile {
+    path: PathBuf,
+    folder: PathBuf,
+    file: NamedTempFile,
+}
+
+impl WholeFile {
+    /// Begins a file. What stands at `path` stays until the end.
+    ///
+    /// # Errors
+    /// A path that names no file, or something else than a file; a folder that cannot be written.
+    pub fn create(path: &Path) -> Result<Self> {
+        let shown = path.display();
+        let Some(name) = path.file_name() else {
+            bail!("{shown} names no file: give the path of the file to write");
+        };
+        if fs::metadata(path).is_ok_and(|status| !status.is_file()) {
+            bail!("{shown} exists and is no regular file: give another path");
+        }
+        let folder = match path.parent() {
+            Some(folder) if !folder.as_os_str().is_empty() => folder.to_owned(),
+            _ => PathBuf::from("."),
+        };
+        let mut prefix = OsString::from(".");
+        // A long name leaves no room for more.
+        prefix.push(if name.len() < 200 { name } else { "file".as_ref() });
+        prefix.push(".");
+        let mut builder = tempfile::Builder::new();
+        builder.prefix(&prefix).suffix(".partial");
+        // As any new file; by default nobody else may read a temporary one.
+        #[cfg(unix)]
+        builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+        let file = builder
+            .tempfile_in(&folder)
+            .map_err(|error| anyhow!("cannot write into the folder of {shown}: {error}"))?;
+        Ok(Self { path: path.to_owned(), folder, file })
+    }
+
+    /// The file that it will be.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What is written so far.
+    pub fn file(&mut self) -> &mut File {
+        self.file.as_file_mut()
+    }
+
+    /// Flushes the file to the disk and gives it its name.
+    ///
+    /// # Errors
+    /// A disk that is full; a name that cannot be given.
+    pub fn finish(self) -> Result<()> {
+        let shown = self.path.display().to_string();
+        let flushed = self.file.as_file().sync_all();
+        flushed.with_context(|| format!("cannot flush {shown} to the disk"))?;
+        self.file.persist(&self.path).map_err(|error| error.error).with_context(|| {
+            format!("cannot give {shown} its name; remove what stands there, or give another path")
+        })?;
+        sync_folder(&self.folder).with_context(|| format!("cannot flush the folder of {shown}"))
+    }
+}
+
+/// The new name is in the folder; a folder is flushed like a file.
+#[cfg(unix)]
+fn sync_folder(folder: &Path) -> std::io::Result<()> {
+    File::open(folder)?.sync_all()
+}
+
+#[cfg(not(unix))]
+fn sync_folder(_: &Path) -> std::io::Result<()> {
+    Ok(())
+}
