@@ -177,3 +177,16 @@ impl Sharding {
         self.padded_rows() * self.row_elements
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_frozen_weights_are_stored_in_f16() {
+        let weight = WeightSpec::float8("w", [2, 3]).stored_as(DType::F16);
+        let text = weight.check().unwrap_err().to_string();
+        assert!(text.contains("`w`") && text.contains("bf16 or f32, not f16"), "{text}");
+        weight.frozen().check().unwrap();
+    }
+}
