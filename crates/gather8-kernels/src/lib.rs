@@ -6,6 +6,8 @@
 pub mod backend;
 pub mod check;
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod error;
 pub mod fast;
 pub mod format;
