@@ -21,26 +21,33 @@ static_assert(sizeof(UnaryEntry) == 32, "src/cuda/tables.rs");
 
 #define GROUPS 2  // groups of 8 that a thread has in flight
 #define UNARY_ROUND (THREADS * 8 * GROUPS)
+#define DECODE_GROUPS 4
+#define DECODE_ROUND (THREADS * 8 * DECODE_GROUPS)
 
 template <class F, class D> G8_FN void decode_tile(const DecodeEntry& e, u64 begin, u32 tile) {
     const float scale = e.record->scale_inv;
     const u64 end = begin + tile < e.elements ? begin + tile : e.elements;
-    u64 i = begin + threadIdx.x * 8;
-    for (; i < end; i += THREADS * 8) {
-        if ((e.flags & VECTOR) && i + 8 <= end) {
-            const uint2 codes = load8(e.src + i);
-            typename D::Group g;
+    for (u64 base = begin; base < end; base += DECODE_ROUND) {
+        if ((e.flags & VECTOR) && base + DECODE_ROUND <= end) {
+            uint2 codes[DECODE_GROUPS];
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const u32 word = half ? codes.y : codes.x;
-                float x[4];
+            for (int u = 0; u < DECODE_GROUPS; u++) codes[u] = load8(e.src + base + (u * THREADS + threadIdx.x) * 8);
 #pragma unroll
-                for (int k = 0; k < 4; k++) x[k] = decode<F>((u8)(word >> (8 * k))) * scale;
-                D::pack(g, half, x, any_nan(x));
+            for (int u = 0; u < DECODE_GROUPS; u++) {
+                typename D::Group g;
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const u32 word = half ? codes[u].y : codes[u].x;
+                    float x[4];
+#pragma unroll
+                    for (int k = 0; k < 4; k++) x[k] = decode<F>((u8)(word >> (8 * k))) * scale;
+                    D::pack(g, half, x, any_nan(x));
+                }
+                D::store_group(g, e.dst, base + (u * THREADS + threadIdx.x) * 8);
             }
-            D::store_group(g, e.dst, i);
         } else {
-            for (u64 j = i; j < end && j < i + 8; j++) D::store(e.dst, j, decode<F>(e.src[j]) * scale);
+            const u64 stop = base + DECODE_ROUND < end ? base + DECODE_ROUND : end;
+            for (u64 i = base + threadIdx.x; i < stop; i += THREADS) D::store(e.dst, i, decode<F>(e.src[i]) * scale);
         }
     }
 }

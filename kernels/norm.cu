@@ -13,13 +13,22 @@ static_assert(sizeof(NormEntry) == 32, "src/cuda/tables.rs");
 #define NORM_LANES 256
 #define NORM_FINAL_LANES 1024
 
-// s[i] += s[i + h] for h halving down to 1; the sum is in s[0].
-template <int LANES> G8_FN void halve(double* s) {
+// s[i] += s[i + h] for h halving down to 1; the sum is returned to thread 0. The last steps stay in
+// one warp.
+template <int LANES> G8_FN double halve(double* s) {
 #pragma unroll 1
-    for (u32 h = LANES / 2; h > 0; h /= 2) {
+    for (u32 h = LANES / 2; h >= 32; h /= 2) {
         __syncthreads();
         if (threadIdx.x < h) s[threadIdx.x] = s[threadIdx.x] + s[threadIdx.x + h];
     }
+    double sum = 0.0;
+    if (threadIdx.x < 32) {
+        __syncwarp();
+        sum = s[threadIdx.x];
+#pragma unroll
+        for (int h = 16; h > 0; h /= 2) sum = sum + __shfl_down_sync(0xffffffffu, sum, h);
+    }
+    return sum;
 }
 
 G8_FN void add_square(float x, double& sum, u32& non_finite) {
@@ -65,9 +74,8 @@ template <class T> G8_FN void norm_pass(const NormEntry* entries, const Tiles& t
     sums[threadIdx.x] = sum;
     __syncthreads();
     publish_count(non_finite, &total);
-    halve<NORM_LANES>(sums);
-    __syncthreads();
-    if (threadIdx.x == 0) e.tiles[at.begin / NORM_TILE] = NormRecord{sums[0], (double)total};
+    sum = halve<NORM_LANES>(sums);
+    if (threadIdx.x == 0) e.tiles[at.begin / NORM_TILE] = NormRecord{sum, (double)total};
 }
 
 extern "C" {
@@ -90,10 +98,9 @@ __global__ void __launch_bounds__(NORM_FINAL_LANES) sum_norms(const NormRecord* 
     for (; i < count; i += NORM_FINAL_LANES) sum = sum + tiles[i].sum_of_squares, non_finite = non_finite + tiles[i].non_finite;
     sums[threadIdx.x] = sum;
     counts[threadIdx.x] = non_finite;
-    halve<NORM_FINAL_LANES>(sums);
-    halve<NORM_FINAL_LANES>(counts);
-    __syncthreads();
-    if (threadIdx.x == 0) *total = NormRecord{sums[0], counts[0]};
+    sum = halve<NORM_FINAL_LANES>(sums);
+    non_finite = halve<NORM_FINAL_LANES>(counts);
+    if (threadIdx.x == 0) *total = NormRecord{sum, non_finite};
 }
 
 __global__ void __launch_bounds__(THREADS) control(const NormRecord* total, ControlRecord* control, GroupRecord* groups, u64 count) {

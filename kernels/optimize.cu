@@ -23,8 +23,8 @@ static_assert(sizeof(OptimizeEntry) == 112, "src/cuda/tables.rs");
 // for BF16 moments, where less memory traffic hides less arithmetic.
 #define WIDE_THREADS 192
 #define WIDE_BLOCKS 4
-#define NARROW_THREADS 64
-#define NARROW_BLOCKS 14
+#define NARROW_THREADS 128
+#define NARROW_BLOCKS 7
 
 // How a shard and its master are stored. pack leaves in x the values as the shard keeps them and
 // folds their magnitudes.
@@ -75,8 +75,8 @@ struct Remainder {
         for (int k = 0; k < 2; k++) {
             u32 high = g.high.w[2 * half + k], low = g.low.w[2 * half + k];
             // join, for two: the low half's sign, spread over the high half, takes one off.
-            x[2 * k] = float_of(__byte_perm(low, high, 0x5410) + __byte_perm(low, 0, 0x9944));
-            x[2 * k + 1] = float_of(__byte_perm(low, high, 0x7632) + __byte_perm(low, 0, 0xbb44));
+            x[2 * k] = float_of(__byte_perm(low, high, 0x5410) + permute(low, 0, 0x9944));
+            x[2 * k + 1] = float_of(__byte_perm(low, high, 0x7632) + permute(low, 0, 0xbb44));
         }
     }
     static G8_FN u32 pack(Group& g, int half, float (&x)[4], bool nan, u32 most) {

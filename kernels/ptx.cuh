@@ -10,6 +10,10 @@ G8_FN uint2 load8(const void* p) { uint2 v; asm volatile("ld.global.v2.u32 {%0,%
 G8_FN void store16(void* p, uint4 v) { asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)); }
 G8_FN void store8(void* p, uint2 v) { asm volatile("st.global.v2.u32 [%0], {%1,%2};" ::"l"(p), "r"(v.x), "r"(v.y)); }
 
+// Bytes of a and b by selector; a selector's high bit spreads the byte's sign, which the intrinsic
+// __byte_perm does not offer.
+G8_FN u32 permute(u32 a, u32 b, u32 selector) { u32 r; asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector)); return r; }
+
 // A word that other blocks may be changing.
 G8_FN u32 peek(const u32* p) { u32 v; asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p)); return v; }
 

@@ -8,6 +8,8 @@ pub mod launch;
 pub mod local;
 #[cfg(feature = "mpi")]
 pub mod mpi;
+#[cfg(feature = "cuda")]
+pub mod nccl;
 mod net;
 pub mod order;
 mod shape;
@@ -23,6 +25,8 @@ pub use control::Control;
 pub use error::{Error, Result};
 pub use launch::Launch;
 pub use local::LocalWorld;
+#[cfg(feature = "cuda")]
+pub use nccl::{NcclOptions, NcclWorld};
 pub use order::OrderLog;
 pub use solo::Solo;
 pub use table::{AmaxTable, SlotKind, SlotSpec, TableConfig, TableState};

@@ -1,6 +1,13 @@
 //! The CUDA kernels' scalar functions, compiled as host C++, give the bits of the Rust reference.
 //! Needs a C++ compiler; without one the tests say so and pass, which `.ci/run` notices.
 #![cfg(unix)]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    reason = "the helpers of tests fail as tests do"
+)]
 
 mod support;
 
@@ -8,10 +15,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
+use gather8_kernels::Format;
 use gather8_kernels::layout::GroupRecord;
 use gather8_kernels::scalar::{self, Adam};
 use gather8_kernels::scale::ScaleRule;
-use gather8_kernels::Format;
 use libloading::Library;
 use support::Random;
 
@@ -25,7 +32,16 @@ fn twin() -> Option<&'static Library> {
         let out = PathBuf::from(env!("CARGO_TARGET_TMPDIR"))
             .join(format!("host_twin-{}.so", std::process::id()));
         let built = Command::new("g++")
-            .args(["-std=c++17", "-O2", "-shared", "-fPIC", "-ffp-contract=off", "-Wall", "-Werror", "-o"])
+            .args([
+                "-std=c++17",
+                "-O2",
+                "-shared",
+                "-fPIC",
+                "-ffp-contract=off",
+                "-Wall",
+                "-Werror",
+                "-o",
+            ])
             .arg(&out)
             .arg("-I")
             .arg(crate_dir.join("kernels"))
@@ -109,12 +125,15 @@ fn sixteen_bit_types_and_amax_words() {
 
     let mut words = vec![0_u32; x.len()];
     call!(twin, b"twin_amax_word", x.as_ptr() => *const f32, words.as_mut_ptr() => *mut u32, count => u64);
-    assert!(words.iter().zip(&x).all(|(&w, &x)| w == scalar::amax_word(scalar::Elements::F32(&[x]))));
+    assert!(
+        words.iter().zip(&x).all(|(&w, &x)| w == scalar::amax_word(scalar::Elements::F32(&[x])))
+    );
 
     let halves: Vec<u16> = (0..=u16::MAX).collect();
     let mut wide = vec![0_f32; halves.len()];
     call!(twin, b"twin_from_f16", halves.as_ptr() => *const u16, wide.as_mut_ptr() => *mut f32, halves.len() as u64 => u64);
-    let expected: Vec<_> = halves.iter().map(|&h| scalar::canonical(scalar::f16_to_f32(h))).collect();
+    let expected: Vec<_> =
+        halves.iter().map(|&h| scalar::canonical(scalar::f16_to_f32(h))).collect();
     assert_eq!(bits(&wide), bits(&expected));
 }
 
@@ -142,7 +161,8 @@ fn splits_and_joins() {
 #[test]
 fn scales_of_every_rule() {
     let Some(twin) = twin() else { return };
-    let amaxes: Vec<f32> = floats(5, COUNT).into_iter().map(f32::abs).filter(|x| x.is_finite()).collect();
+    let amaxes: Vec<f32> =
+        floats(5, COUNT).into_iter().map(f32::abs).filter(|x| x.is_finite()).collect();
     for format in FORMATS {
         for margin in [0, 1, 7, 32] {
             for power_of_two in [false, true] {
@@ -150,7 +170,8 @@ fn scales_of_every_rule() {
                 call!(twin, b"twin_scale", amaxes.as_ptr() => *const f32, scales.as_mut_ptr() => *mut f32, amaxes.len() as u64 => u64,
                     i32::from(format == Format::E5m2) => i32, margin => u32, i32::from(power_of_two) => i32);
                 let rule = ScaleRule { margin, power_of_two };
-                let expected: Vec<_> = amaxes.iter().map(|&amax| rule.scale(format, amax).unwrap()).collect();
+                let expected: Vec<_> =
+                    amaxes.iter().map(|&amax| rule.scale(format, amax).unwrap()).collect();
                 assert_eq!(bits(&scales), bits(&expected), "{format:?} {rule:?}");
             }
         }
@@ -161,8 +182,10 @@ fn scales_of_every_rule() {
 fn powers_of_the_betas() {
     let Some(twin) = twin() else { return };
     let mut random = Random(6);
-    let bases: Vec<f64> = (0..COUNT).map(|_| 1.0 - f64::from(random.uniform().abs()) / 10.0).collect();
-    let exponents: Vec<u64> = (0..COUNT).map(|i| if i < 100 { i as u64 } else { random.bits() >> 40 }).collect();
+    let bases: Vec<f64> =
+        (0..COUNT).map(|_| 1.0 - f64::from(random.uniform().abs()) / 10.0).collect();
+    let exponents: Vec<u64> =
+        (0..COUNT).map(|i| if i < 100 { i as u64 } else { random.bits() >> 40 }).collect();
     let mut powers = vec![0_f64; COUNT];
     call!(twin, b"twin_power", bases.as_ptr() => *const f64, exponents.as_ptr() => *const u64, powers.as_mut_ptr() => *mut f64, COUNT as u64 => u64);
     for ((&base, &exponent), &power) in bases.iter().zip(&exponents).zip(&powers) {
@@ -181,10 +204,20 @@ fn adam_steps() {
             let (g, mut m, mut v, mut p) = (column(), column(), column(), column());
             v.iter_mut().for_each(|v| *v = v.abs());
             let group = GroupRecord {
-                lr: 1e-3, weight_decay: 0.1, eps: 1e-8, mode, b1: 0.9, one_minus_b1: 0.1, b2: 0.95,
-                one_minus_b2: 0.05, correction1: 0.271, correction2: 0.142_625, ..Default::default()
+                lr: 1e-3,
+                weight_decay: 0.1,
+                eps: 1e-8,
+                mode,
+                b1: 0.9,
+                one_minus_b1: 0.1,
+                b2: 0.95,
+                one_minus_b2: 0.05,
+                correction1: 0.271,
+                correction2: 0.142_625,
+                ..Default::default()
             };
-            let control = gather8_kernels::layout::ControlRecord { factor: 0.75, ..Default::default() };
+            let control =
+                gather8_kernels::layout::ControlRecord { factor: 0.75, ..Default::default() };
             let adam = Adam::new(&group, &control);
             let expected: Vec<_> = (0..COUNT)
                 .map(|i| scalar::adam_element(&adam, g[i], m[i], v[i], p[i]))
@@ -193,7 +226,11 @@ fn adam_steps() {
             call!(twin, b"twin_adam", g.as_ptr() => *const f32, m.as_mut_ptr() => *mut f32, v.as_mut_ptr() => *mut f32, p.as_mut_ptr() => *mut f32,
                 COUNT as u64 => u64, &group => *const GroupRecord, control.factor => f32);
             for (i, expected) in expected.iter().enumerate() {
-                assert_eq!([m[i], v[i], p[i]].map(f32::to_bits), *expected, "element {i}, mode {mode}");
+                assert_eq!(
+                    [m[i], v[i], p[i]].map(f32::to_bits),
+                    *expected,
+                    "element {i}, mode {mode}"
+                );
             }
         }
     }

@@ -231,10 +231,7 @@ impl Backend for Cuda {
     fn record(&self, on: &Stream) -> Result<Event> {
         self.0.enter()?;
         let stream = self.own_stream(on)?;
-        let event = Event(Arc::new(EventInner {
-            raw: self.0.event()?,
-            core: Arc::clone(&self.0),
-        }));
+        let event = Event(Arc::new(EventInner { raw: self.0.event()?, core: Arc::clone(&self.0) }));
         // SAFETY: a live event and stream of this context.
         let code = unsafe { sys::cuEventRecord(event.0.raw.0, stream.raw.0) };
         self.0.check("recording an event", code)?;

@@ -70,7 +70,8 @@ mod tests {
     use super::*;
 
     fn scratch(name: &str) -> PathBuf {
-        let folder = std::env::temp_dir().join(format!("gather8-cache-{name}-{}", std::process::id()));
+        let folder =
+            std::env::temp_dir().join(format!("gather8-cache-{name}-{}", std::process::id()));
         let _ = fs::remove_dir_all(&folder);
         folder
     }
@@ -129,7 +130,10 @@ mod tests {
         assert_eq!(from(&[]), None);
         assert_eq!(from(&[("HOME", "/h")]), Some("/h/.cache/gather8".into()));
         let xdg = [("HOME", "/h"), ("XDG_CACHE_HOME", "/x")];
-        assert_eq!(folder_from(|n| xdg.iter().find(|p| p.0 == n).map(|p| p.1.into())), Some("/x/gather8".into()));
+        assert_eq!(
+            folder_from(|n| xdg.iter().find(|p| p.0 == n).map(|p| p.1.into())),
+            Some("/x/gather8".into())
+        );
         assert_eq!(from(&[("HOME", "/h"), ("GATHER8_CACHE", "/c")]), Some("/c".into()));
         assert_eq!(from(&[("HOME", "/h"), ("GATHER8_CACHE", "")]), None);
     }

@@ -10,11 +10,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use cudarc::driver::sys;
 use sys::CUresult as Code;
 
+use super::cache;
 use super::driver::{self, DeviceInfo, Handle, check, is_fatal};
 use super::nvrtc::Nvrtc;
 use super::sources::{SOURCES, Source};
 use super::staging::Staging;
-use super::cache;
 use crate::error::{Error, Result};
 
 /// The oldest architecture that the kernels are compiled and tested for.
@@ -150,10 +150,7 @@ impl Core {
     }
 
     /// A loaded kernel and its name.
-    pub(super) fn function(
-        &self,
-        kernel: &str,
-    ) -> Result<(&'static str, Handle<sys::CUfunction>)> {
+    pub(super) fn function(&self, kernel: &str) -> Result<(&'static str, Handle<sys::CUfunction>)> {
         let found = self.functions.get_key_value(kernel);
         found.map(|(name, function)| (*name, *function)).ok_or_else(|| Error::Device {
             device: self.name.clone(),

@@ -33,11 +33,7 @@ impl Cuda {
     /// # Errors
     /// What `issue` returns; [`Error::Device`] if the driver refuses the capture;
     /// [`Error::Job`] if a capture is under way already.
-    pub fn capture<T>(
-        &self,
-        on: &Stream,
-        issue: impl FnOnce() -> Result<T>,
-    ) -> Result<(Graph, T)> {
+    pub fn capture<T>(&self, on: &Stream, issue: impl FnOnce() -> Result<T>) -> Result<(Graph, T)> {
         self.0.enter()?;
         {
             let mut capture = lock(&self.0.capture);
@@ -101,8 +97,7 @@ impl Graph {
     fn count(&self) -> Result<(usize, usize)> {
         let mut count = 0;
         // SAFETY: without an array only the number is written.
-        let code =
-            unsafe { sys::cuGraphGetNodes(self.graph.0, std::ptr::null_mut(), &mut count) };
+        let code = unsafe { sys::cuGraphGetNodes(self.graph.0, std::ptr::null_mut(), &mut count) };
         self.core.check("counting a graph's nodes", code)?;
         let mut nodes = vec![std::ptr::null_mut(); count];
         // SAFETY: an array of as many nodes as it is told.

@@ -7,10 +7,10 @@ use std::sync::Arc;
 use cudarc::driver::sys;
 use sys::CUresult as Code;
 
+use super::Cuda;
 use super::core::Core;
 use super::driver::{Handle, describe};
 use super::staging::Pinned;
-use super::Cuda;
 use crate::backend::{Memory, Span};
 use crate::error::{Error, Result};
 
@@ -28,7 +28,8 @@ impl DeviceMemory {
         if count > 0 {
             core.relaxed(|| {
                 // SAFETY: as many bytes as were allocated, on a stream that is never captured.
-                let code = unsafe { sys::cuMemsetD8Async(memory.address, 0, count, core.service.0) };
+                let code =
+                    unsafe { sys::cuMemsetD8Async(memory.address, 0, count, core.service.0) };
                 core.check("zeroing memory", code)?;
                 // SAFETY: a live stream.
                 core.check("zeroing memory", unsafe { sys::cuStreamSynchronize(core.service.0) })
@@ -64,10 +65,17 @@ impl Drop for DeviceMemory {
 }
 
 enum Storage {
-    Device { _memory: DeviceMemory },
-    Host { memory: Pinned, core: Arc<Core> },
+    Device {
+        _memory: DeviceMemory,
+    },
+    Host {
+        memory: Pinned,
+        core: Arc<Core>,
+    },
     /// A host program's memory, and what keeps it alive.
-    Borrowed { _owner: Option<Box<dyn Any + Send + Sync>> },
+    Borrowed {
+        _owner: Option<Box<dyn Any + Send + Sync>>,
+    },
 }
 
 /// A piece of device or pinned host memory.
@@ -82,14 +90,22 @@ impl Buffer {
         match memory {
             Memory::Device => {
                 let memory = DeviceMemory::zeroed(core, bytes)?;
-                Ok(Self { address: memory.address, storage: Storage::Device { _memory: memory }, bytes })
+                Ok(Self {
+                    address: memory.address,
+                    storage: Storage::Device { _memory: memory },
+                    bytes,
+                })
             }
             Memory::Host => {
                 let memory = Pinned::new(core, usize::try_from(bytes).unwrap_or(usize::MAX))?;
                 // SAFETY: fresh memory of that many bytes.
                 unsafe { memory.host.0.write_bytes(0, memory.bytes) };
                 let address = memory.device_address(&core.name)?;
-                Ok(Self { storage: Storage::Host { memory, core: Arc::clone(core) }, address, bytes })
+                Ok(Self {
+                    storage: Storage::Host { memory, core: Arc::clone(core) },
+                    address,
+                    bytes,
+                })
             }
         }
     }

@@ -117,7 +117,8 @@ mod tests {
     #[test]
     fn what_is_absent_is_named_with_every_attempt() {
         let names = ["libno-such-thing-1.so", "/nowhere/libno-such-thing-2.so"];
-        let error = open_first("cuda", "a thing", names.map(PathBuf::from), "get one").err().unwrap();
+        let error =
+            open_first("cuda", "a thing", names.map(PathBuf::from), "get one").err().unwrap();
         let text = error.to_string();
         for part in names.iter().chain(&["cuda: opening a thing: get one", "No such file"]) {
             assert!(text.contains(part), "`{part}` is missing in: {text}");
@@ -126,7 +127,8 @@ mod tests {
 
     #[test]
     fn a_file_that_is_no_library_is_an_error() {
-        let text = open_first("cuda", "a thing", [PathBuf::from("/dev/null")], "get one").err().unwrap();
+        let text =
+            open_first("cuda", "a thing", [PathBuf::from("/dev/null")], "get one").err().unwrap();
         assert!(text.to_string().contains("/dev/null: "), "{text}");
     }
 }

@@ -101,6 +101,24 @@ impl Cuda {
         &self.0.info
     }
 
+    /// Whether a capture is under way on any stream of the device.
+    pub fn is_capturing(&self) -> bool {
+        self.0.capturing.load(std::sync::atomic::Ordering::Acquire)
+    }
+
+    /// Whether an event has passed; never waits, and answers on a backend that has failed, too.
+    ///
+    /// # Errors
+    /// What an operation before the event failed with.
+    pub fn has_passed(&self, event: &Event) -> Result<bool> {
+        self.0.bind()?;
+        // SAFETY: a live event.
+        match unsafe { sys::cuEventQuery(event.0.raw.0) } {
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            code => self.0.check("an earlier operation", code).map(|()| true),
+        }
+    }
+
     /// Makes every later call on the backend return this error, unless an earlier one does
     /// already: for collectives, whose operations fail outside of the driver.
     pub fn fail(

@@ -139,8 +139,10 @@ impl Nvrtc {
                 reason: "the source holds a zero byte".to_owned(),
             })
         };
-        let texts: Vec<_> = headers.iter().map(|header| text(header.text)).collect::<Result<_>>()?;
-        let names: Vec<_> = headers.iter().map(|header| text(header.name)).collect::<Result<_>>()?;
+        let texts: Vec<_> =
+            headers.iter().map(|header| text(header.text)).collect::<Result<_>>()?;
+        let names: Vec<_> =
+            headers.iter().map(|header| text(header.name)).collect::<Result<_>>()?;
         let options: Vec<_> = options.iter().map(|option| text(option)).collect::<Result<_>>()?;
         let pointers = |list: &[CString]| list.iter().map(|s| s.as_ptr()).collect::<Vec<_>>();
         let (source, program_name) = (text(source)?, text(name)?);

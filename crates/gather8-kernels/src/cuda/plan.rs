@@ -11,10 +11,10 @@ use super::driver::Handle;
 use super::handles::DeviceMemory;
 use super::staging::PIECE;
 use super::tables::{
-    self, AMAX_TILE_BYTES, AmaxEntry, CAST_ROUND, CAST_ROUNDS, CastEntry, DecodeEntry, IS_E5M2,
-    NARROW_ROUNDS, NARROW_THREADS, NormEntry, OptimizeEntry, SQUARE, THREADS, Tiles,
-    TransposeEntry, UNARY_ROUND, UNARY_ROUNDS, UPDATE_THREADS, UnaryEntry, UpdateEntry, VECTOR,
-    WIDE_ROUNDS, WIDE_THREADS, first_tiles,
+    self, AMAX_TILE_BYTES, AmaxEntry, CAST_ROUND, CAST_ROUNDS, CastEntry, DECODE_ROUND,
+    DECODE_ROUNDS, DecodeEntry, IS_E5M2, NARROW_ROUNDS, NARROW_THREADS, NormEntry, OptimizeEntry,
+    SQUARE, THREADS, Tiles, TransposeEntry, UNARY_ROUND, UNARY_ROUNDS, UPDATE_THREADS, UnaryEntry,
+    UpdateEntry, VECTOR, WIDE_ROUNDS, WIDE_THREADS, first_tiles,
 };
 use super::{Cuda, staging};
 use crate::backend::{Span, Tensor};
@@ -226,9 +226,11 @@ fn shape(kernel: &str) -> Shape {
             of(THREADS, AMAX_TILE_BYTES / size, 1)
         }
         Some("cast") => of(THREADS, CAST_ROUND, CAST_ROUNDS),
+        Some("decode") => of(THREADS, DECODE_ROUND, DECODE_ROUNDS),
         Some("norm") => of(THREADS, NORM_TILE, 1),
         Some("transpose") => of(THREADS, 1, 1),
-        Some("optimize") if kernel.contains("_f32_remainder") || kernel.contains("_f32_copy") || kernel.contains("_f32_itself") => {
+        // The second type is the moments'.
+        Some("optimize") if kernel.split('_').nth(2) == Some("f32") => {
             of(WIDE_THREADS, u64::from(WIDE_THREADS) * 8, WIDE_ROUNDS)
         }
         Some("optimize") => of(NARROW_THREADS, u64::from(NARROW_THREADS) * 8, NARROW_ROUNDS),
@@ -373,7 +375,13 @@ fn add(drafts: &mut Drafts, job: &Job<Cuda>, counter: u64) {
     }
 }
 
-fn unary(drafts: &mut Drafts, kernel: String, src: &Tensor<Cuda>, dst: &Tensor<Cuda>, divisor: f32) {
+fn unary(
+    drafts: &mut Drafts,
+    kernel: String,
+    src: &Tensor<Cuda>,
+    dst: &Tensor<Cuda>,
+    divisor: f32,
+) {
     debug_assert!(matches!(src.dtype, DType::Bf16 | DType::F32));
     let entry = UnaryEntry {
         src: at(src),

@@ -120,7 +120,8 @@ impl Staging {
         };
         let copied = core.check("uploading", code);
         // SAFETY: a live event and stream.
-        let recorded = core.check("recording an upload", unsafe { sys::cuEventRecord(block.used.0, on) });
+        let recorded =
+            core.check("recording an upload", unsafe { sys::cuEventRecord(block.used.0, on) });
         blocks.push_back(block);
         copied.and(recorded)
     }

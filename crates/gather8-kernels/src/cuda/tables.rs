@@ -10,15 +10,18 @@ pub(super) const AMAX_TILE_BYTES: u64 = 16384;
 /// Elements that a block of the cast pass has in flight (`CAST_ROUND`), and rounds of a large tile.
 pub(super) const CAST_ROUND: u64 = 256 * 8 * 4;
 pub(super) const CAST_ROUNDS: u64 = 4;
-/// The same for decode, divide and accumulate (`UNARY_ROUND`).
+/// The same for divide and accumulate (`UNARY_ROUND`).
 pub(super) const UNARY_ROUND: u64 = 256 * 8 * 2;
 pub(super) const UNARY_ROUNDS: u64 = 2;
+/// The same for decode (`DECODE_ROUND`).
+pub(super) const DECODE_ROUND: u64 = 256 * 8 * 4;
+pub(super) const DECODE_ROUNDS: u64 = 2;
 /// Threads of the optimizer's blocks with f32 moments (`WIDE_THREADS`), and rounds of a large tile.
 pub(super) const WIDE_THREADS: u32 = 192;
 pub(super) const WIDE_ROUNDS: u64 = 2;
 /// The same with BF16 moments (`NARROW_THREADS`).
-pub(super) const NARROW_THREADS: u32 = 64;
-pub(super) const NARROW_ROUNDS: u64 = 6;
+pub(super) const NARROW_THREADS: u32 = 128;
+pub(super) const NARROW_ROUNDS: u64 = 3;
 /// A side of the squares of the transpose pass (`SQUARE`).
 pub(super) const SQUARE: u64 = 128;
 /// Threads of the update's one block (`UPDATE_THREADS`).
@@ -215,9 +218,11 @@ mod tests {
         let lines = [
             format!("#define THREADS {THREADS}\n"),
             format!("#define AMAX_TILE_BYTES {AMAX_TILE_BYTES}\n"),
-            "#define CAST_GROUPS 4 ".to_owned(),
+            "#define CAST_GROUPS 4\n".to_owned(),
             "#define CAST_ROUND (THREADS * 8 * CAST_GROUPS)\n".to_owned(),
-            "#define GROUPS 2 ".to_owned(),
+            "#define GROUPS 2  //".to_owned(),
+            "#define DECODE_GROUPS 4\n".to_owned(),
+            "#define DECODE_ROUND (THREADS * 8 * DECODE_GROUPS)\n".to_owned(),
             "#define UNARY_ROUND (THREADS * 8 * GROUPS)\n".to_owned(),
             format!("#define WIDE_THREADS {WIDE_THREADS}\n"),
             format!("#define NARROW_THREADS {NARROW_THREADS}\n"),

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use gather8_kernels::cuda::{Cuda, Plan};
 use gather8_kernels::job::{
-    AmaxAlgorithm, Amax, Cast, Control, Decode, Divide, Emit, Master, Norm, Optimize, SumNorms,
+    Amax, AmaxAlgorithm, Cast, Control, Decode, Divide, Emit, Master, Norm, Optimize, SumNorms,
     Transpose, UpdateScales,
 };
 use gather8_kernels::layout::{
@@ -48,8 +48,16 @@ impl Table {
     fn row(&mut self, case: &str, pass: &str, seconds: f64, bytes: f64) {
         let rate = bytes / seconds;
         let ratio = rate / self.copy;
-        let _ = writeln!(self.text, "{case:10} {pass:34} {:9.4} ms {:6.3} TB/s {ratio:6.3} x", seconds * 1e3, rate / 1e12);
-        let _ = writeln!(self.json, "{{\"case\":\"{case}\",\"pass\":\"{pass}\",\"seconds\":{seconds:e},\"bytes\":{bytes:e},\"ratio\":{ratio:.4}}}");
+        let _ = writeln!(
+            self.text,
+            "{case:10} {pass:34} {:9.4} ms {:6.3} TB/s {ratio:6.3} x",
+            seconds * 1e3,
+            rate / 1e12
+        );
+        let _ = writeln!(
+            self.json,
+            "{{\"case\":\"{case}\",\"pass\":\"{pass}\",\"seconds\":{seconds:e},\"bytes\":{bytes:e},\"ratio\":{ratio:.4}}}"
+        );
     }
 }
 
@@ -83,10 +91,27 @@ impl<'a> Case<'a> {
         }
         assert!(end <= arena.elements);
         let slots = lengths.len();
-        let slot = SlotRecord { published: 100.0, published_inv: 0.01, cast: 100.0, cast_inv: 0.01, version: 7, ..Default::default() };
+        let slot = SlotRecord {
+            published: 100.0,
+            published_inv: 0.01,
+            cast: 100.0,
+            cast_inv: 0.01,
+            version: 7,
+            ..Default::default()
+        };
         let group = GroupRecord {
-            beta1: 0.9, beta2: 0.95, lr: 1e-4, weight_decay: 0.1, eps: 1e-8, b1: 0.9, one_minus_b1: 0.1,
-            b2: 0.95, one_minus_b2: 0.05, correction1: 0.1, correction2: 0.05, ..Default::default()
+            beta1: 0.9,
+            beta2: 0.95,
+            lr: 1e-4,
+            weight_decay: 0.1,
+            eps: 1e-8,
+            b1: 0.9,
+            one_minus_b1: 0.1,
+            b2: 0.95,
+            one_minus_b2: 0.05,
+            correction1: 0.1,
+            correction2: 0.05,
+            ..Default::default()
         };
         Self {
             total: lengths.iter().sum(),
@@ -99,7 +124,10 @@ impl<'a> Case<'a> {
             marks: desk.put(&vec![0_u128; slots], 0),
             bank: desk.put(&vec![0_u32; slots + 4], 0),
             group: desk.put(&[group], 0),
-            control: desk.put(&[ControlRecord { factor: 1.0, inverse_loss_scale: 1.0, ..Default::default() }], 0),
+            control: desk.put(
+                &[ControlRecord { factor: 1.0, inverse_loss_scale: 1.0, ..Default::default() }],
+                0,
+            ),
             desk,
             name,
             lengths,
@@ -176,7 +204,12 @@ impl<'a> Case<'a> {
         let mut row = |pass: &str, bytes: f64, call: &dyn Fn()| {
             table.row(self.name, pass, seconds(self.desk, call), bytes * n);
         };
-        let amax = self.plan(|k| Job::Amax(Amax { src: self.tensor(&self.weight, k, DType::Bf16), slot: self.item(&self.bank, k, 4) }));
+        let amax = self.plan(|k| {
+            Job::Amax(Amax {
+                src: self.tensor(&self.weight, k, DType::Bf16),
+                slot: self.item(&self.bank, k, 4),
+            })
+        });
         row("amax", 2.0, &|| self.run(&amax));
         let cast = self.cast(false, false);
         row("cast", 3.0, &|| {
@@ -194,10 +227,23 @@ impl<'a> Case<'a> {
             self.forget();
             self.run(&counted);
         });
-        let decode = self.plan(|k| Job::Decode(Decode { src: self.part(&self.codes, k, 1), format: Format::E4m3, record: self.item(&self.marks, k, 16), dst: self.tensor(&self.remainder, k, DType::Bf16) }));
+        let decode = self.plan(|k| {
+            Job::Decode(Decode {
+                src: self.part(&self.codes, k, 1),
+                format: Format::E4m3,
+                record: self.item(&self.marks, k, 16),
+                dst: self.tensor(&self.remainder, k, DType::Bf16),
+            })
+        });
         row("decode to bf16", 3.0, &|| self.run(&decode));
         self.desk.backend.fill(&self.desk.stream, &self.remainder, 0).unwrap();
-        let divide = self.plan(|k| Job::Divide(Divide { src: self.tensor(&self.moments[0], k, DType::F32), dst: self.tensor(&self.moments[0], k, DType::F32), divisor: 8.0 }));
+        let divide = self.plan(|k| {
+            Job::Divide(Divide {
+                src: self.tensor(&self.moments[0], k, DType::F32),
+                dst: self.tensor(&self.moments[0], k, DType::F32),
+                divisor: 8.0,
+            })
+        });
         row("divide f32 in place", 8.0, &|| self.run(&divide));
         let tiles: u64 = self.lengths.iter().map(|&length| norm_tiles(length)).sum();
         let tiles = Span::whole(&self.desk.backend.alloc(tiles * 16, Memory::Device).unwrap());
@@ -205,16 +251,37 @@ impl<'a> Case<'a> {
         let norm = self.plan(|k| {
             let bytes = norm_tiles(self.lengths[k]) * 16;
             let from = at.replace(at.get() + bytes);
-            Job::Norm(Norm { src: self.tensor(&self.grad, k, DType::Bf16), tiles: tiles.sub(from..from + bytes).unwrap() })
+            Job::Norm(Norm {
+                src: self.tensor(&self.grad, k, DType::Bf16),
+                tiles: tiles.sub(from..from + bytes).unwrap(),
+            })
         });
         row("norm of bf16 gradients", 2.0, &|| self.run(&norm));
         let total = self.desk.put(&[NormRecord::default()], 0);
-        let sum = self.desk.backend.plan(&[Job::SumNorms(SumNorms { tiles, total: total.clone() })]).unwrap();
+        let sum = self
+            .desk
+            .backend
+            .plan(&[Job::SumNorms(SumNorms { tiles, total: total.clone() })])
+            .unwrap();
         row("sum of the norm's tiles", 0.0, &|| self.run(&sum));
-        let control = self.desk.backend.plan(&[Job::Control(Control { total, control: self.desk.put(&[ControlRecord { inverse_loss_scale: 1.0, ..Default::default() }], 0), groups: self.group.clone() })]).unwrap();
+        let control = self
+            .desk
+            .backend
+            .plan(&[Job::Control(Control {
+                total,
+                control: self
+                    .desk
+                    .put(&[ControlRecord { inverse_loss_scale: 1.0, ..Default::default() }], 0),
+                groups: self.group.clone(),
+            })])
+            .unwrap();
         row("control", 0.0, &|| self.run(&control));
 
-        let zero = || self.moments.iter().for_each(|m| self.desk.backend.fill(&self.desk.stream, m, 0).unwrap());
+        let zero = || {
+            self.moments
+                .iter()
+                .for_each(|m| self.desk.backend.fill(&self.desk.stream, m, 0).unwrap())
+        };
         self.reset_group();
         for (pass, moments, amax, emit, bytes) in [
             ("AdamW", DType::F32, false, false, 26.0),
@@ -226,6 +293,11 @@ impl<'a> Case<'a> {
             zero();
             let plan = self.optimize(moments, amax, emit);
             row(pass, bytes, &|| self.run(&plan));
+            let words: Vec<u32> = self.desk.get_as(&self.bank);
+            assert!(
+                words.iter().all(|word| word & 0x7fff_ffff < 0x7f80_0000),
+                "after {pass}: the weights are not finite"
+            );
         }
         self.step(table, false);
         self.step(table, true);
@@ -233,22 +305,51 @@ impl<'a> Case<'a> {
 
     fn reset_group(&self) {
         let corrections = [0.1_f32, 0.05];
-        self.desk.backend.upload(&self.desk.stream, bytemuck::cast_slice(&corrections), &self.group.sub(48..56).unwrap()).unwrap();
+        self.desk
+            .backend
+            .upload(
+                &self.desk.stream,
+                bytemuck::cast_slice(&corrections),
+                &self.group.sub(48..56).unwrap(),
+            )
+            .unwrap();
     }
 
     /// The weight path of a step at world 1: optimizer, sync, cast; the gather borrows the bytes.
     fn step(&self, table: &mut Table, delayed: bool) {
         let slots = self.lengths.len();
         let flags = if delayed { slot_flags::DELAYED } else { 0 };
-        let slot = SlotRecord { published: 100.0, published_inv: 0.01, cast: 100.0, cast_inv: 0.01, version: 7, flags, ..Default::default() };
-        let upload = |bytes: &[u8], to: &Span<Cuda>| self.desk.backend.upload(&self.desk.stream, bytes, to).unwrap();
+        let slot = SlotRecord {
+            published: 100.0,
+            published_inv: 0.01,
+            cast: 100.0,
+            cast_inv: 0.01,
+            version: 7,
+            flags,
+            ..Default::default()
+        };
+        let upload = |bytes: &[u8], to: &Span<Cuda>| {
+            self.desk.backend.upload(&self.desk.stream, bytes, to).unwrap()
+        };
         upload(bytemuck::cast_slice(&vec![slot; slots]), &self.records);
         let rings = self.desk.put(&vec![1_f32; slots * 16], 0);
-        let status = Span::whole(&self.desk.backend.alloc(status_bytes(slots as u64), Memory::Host).unwrap());
-        let update = self.desk.backend.plan(&[Job::UpdateScales(UpdateScales {
-            slots: slots as u64, bank: self.bank.clone(), records: self.records.clone(), rings, history: 16,
-            algorithm: AmaxAlgorithm::Max, rule: ScaleRule::default(), status,
-        })]).unwrap();
+        let status = Span::whole(
+            &self.desk.backend.alloc(status_bytes(slots as u64), Memory::Host).unwrap(),
+        );
+        let update = self
+            .desk
+            .backend
+            .plan(&[Job::UpdateScales(UpdateScales {
+                slots: slots as u64,
+                bank: self.bank.clone(),
+                records: self.records.clone(),
+                rings,
+                history: 16,
+                algorithm: AmaxAlgorithm::Max,
+                rule: ScaleRule::default(),
+                status: status.clone(),
+            })])
+            .unwrap();
         let (optimize, cast) = (self.optimize(DType::F32, true, delayed), self.cast(false, false));
         let order = self.item(&self.bank, slots, 4).range().start;
         let order = Span::new(self.bank.buffer(), order..order + 16).unwrap();
@@ -260,12 +361,24 @@ impl<'a> Case<'a> {
             self.run(&cast);
         };
         self.moments.iter().for_each(|m| self.desk.backend.fill(&self.desk.stream, m, 0).unwrap());
-        let (name, bytes) = if delayed { ("weight path, delayed", 27.0) } else { ("weight path, dynamic", 29.0) };
+        let (name, bytes) =
+            if delayed { ("weight path, delayed", 27.0) } else { ("weight path, dynamic", 29.0) };
         table.row(self.name, name, seconds(self.desk, path), bytes * self.total as f64);
-        table.row(self.name, "update of the scales", seconds(self.desk, || {
-            self.desk.backend.copy(&self.desk.stream, &words, &order).unwrap();
-            self.run(&update);
-        }), 0.0);
+        table.row(
+            self.name,
+            "update of the scales",
+            seconds(self.desk, || {
+                self.desk.backend.copy(&self.desk.stream, &words, &order).unwrap();
+                self.run(&update);
+            }),
+            0.0,
+        );
+        let header: Vec<u32> =
+            bytemuck::pod_collect_to_vec(&self.desk.backend.peek(&status).unwrap()[..16]);
+        assert!(
+            header[0] > 0 && header[1..3] == [0, 0],
+            "every sync must have been taken: {header:?}"
+        );
     }
 }
 
@@ -281,16 +394,32 @@ struct Arena {
 impl Arena {
     fn new(desk: &Desk<Cuda>) -> Self {
         let elements = PARAMETERS + 20_000 * 256;
-        let alloc = |size: u64| Span::whole(&desk.backend.alloc(elements * size, Memory::Device).unwrap());
-        let arena = Self { elements, weight: alloc(2), remainder: alloc(2), grad: alloc(2), moments: [alloc(4), alloc(4)], codes: alloc(1) };
+        let alloc =
+            |size: u64| Span::whole(&desk.backend.alloc(elements * size, Memory::Device).unwrap());
+        let arena = Self {
+            elements,
+            weight: alloc(2),
+            remainder: alloc(2),
+            grad: alloc(2),
+            moments: [alloc(4), alloc(4)],
+            codes: alloc(1),
+        };
         let mut random = Random(41);
         for (span, scale) in [(&arena.weight, 0.1), (&arena.grad, 0.01)] {
-            let pattern: Vec<u16> = (0..(1 << 23) + 11).map(|_| ((random.uniform() * scale).to_bits() >> 16) as u16).collect();
+            let pattern: Vec<u16> = (0..(1 << 23) + 11)
+                .map(|_| ((random.uniform() * scale).to_bits() >> 16) as u16)
+                .collect();
             let bytes: &[u8] = bytemuck::cast_slice(&pattern);
             let mut at = 0;
             while at < span.len() {
                 let take = (span.len() - at).min(bytes.len() as u64);
-                desk.backend.upload(&desk.stream, &bytes[..take as usize], &span.sub(at..at + take).unwrap()).unwrap();
+                desk.backend
+                    .upload(
+                        &desk.stream,
+                        &bytes[..take as usize],
+                        &span.sub(at..at + take).unwrap(),
+                    )
+                    .unwrap();
                 at += take;
             }
         }
@@ -305,7 +434,15 @@ fn copy_rate(desk: &Desk<Cuda>, arena: &Arena) -> f64 {
 }
 
 fn blocks() -> Vec<u64> {
-    let block = [4096 * 4096, 1024 * 4096, 1024 * 4096, 4096 * 4096, 14_336 * 4096, 14_336 * 4096, 4096 * 14_336];
+    let block = [
+        4096 * 4096,
+        1024 * 4096,
+        1024 * 4096,
+        4096 * 4096,
+        14_336 * 4096,
+        14_336 * 4096,
+        4096 * 14_336,
+    ];
     block.repeat(4)
 }
 
@@ -328,23 +465,50 @@ fn mixed() -> Vec<u64> {
 #[ignore = "needs a GPU, alone"]
 fn rows() {
     let desk = Desk::new(cuda());
-    println!("{:?}, driver {:?}", desk.backend, gather8_kernels::cuda::probe().unwrap().driver_version);
+    println!(
+        "{:?}, driver {:?}",
+        desk.backend,
+        gather8_kernels::cuda::probe().unwrap().driver_version
+    );
     let arena = Arena::new(&desk);
     assert_eq!(blocks().iter().sum::<u64>(), PARAMETERS);
     let before = copy_rate(&desk, &arena);
     let mut table = Table { copy: before, text: String::new(), json: String::new() };
-    table.row("copy", "before", 2.0 * arena.moments[0].len() as f64 / before, 2.0 * arena.moments[0].len() as f64);
+    table.row(
+        "copy",
+        "before",
+        2.0 * arena.moments[0].len() as f64 / before,
+        2.0 * arena.moments[0].len() as f64,
+    );
     Case::new(&desk, "28", blocks(), &arena).passes(&mut table);
     Case::new(&desk, "560", mixed(), &arena).passes(&mut table);
     let ones = Case::new(&desk, "20000 x 1", vec![1; 20_000], &arena);
-    for (pass, plan) in [("AdamW + amax + float8", ones.optimize(DType::F32, true, true)), ("cast, bytes already made", ones.cast(true, false))] {
+    for (pass, plan) in [
+        ("AdamW + amax + float8", ones.optimize(DType::F32, true, true)),
+        ("cast, bytes already made", ones.cast(true, false)),
+    ] {
         table.row(ones.name, pass, seconds(&desk, || ones.run(&plan)), 20_000.0 * 27.0);
     }
-    let square = Transpose { src: arena.codes.sub(0..1 << 28).unwrap(), rows: 1 << 14, cols: 1 << 14, dst: arena.remainder.sub(0..1 << 28).unwrap() };
+    let square = Transpose {
+        src: arena.codes.sub(0..1 << 28).unwrap(),
+        rows: 1 << 14,
+        cols: 1 << 14,
+        dst: arena.remainder.sub(0..1 << 28).unwrap(),
+    };
     let plan = desk.backend.plan(&[Job::Transpose(square)]).unwrap();
-    table.row("16384^2", "transpose", seconds(&desk, || desk.backend.run(&desk.stream, &plan).unwrap()), 2.0 * f64::from(1 << 28));
+    table.row(
+        "16384^2",
+        "transpose",
+        seconds(&desk, || desk.backend.run(&desk.stream, &plan).unwrap()),
+        2.0 * f64::from(1 << 28),
+    );
     let after = copy_rate(&desk, &arena);
-    table.row("copy", "after", 2.0 * arena.moments[0].len() as f64 / after, 2.0 * arena.moments[0].len() as f64);
+    table.row(
+        "copy",
+        "after",
+        2.0 * arena.moments[0].len() as f64 / after,
+        2.0 * arena.moments[0].len() as f64,
+    );
     println!("{}", table.text);
     if let Some(path) = std::env::var_os("GATHER8_BENCH") {
         std::fs::write(path, table.json).unwrap();

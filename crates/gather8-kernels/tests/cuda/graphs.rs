@@ -29,13 +29,37 @@ fn step(desk: &Desk<Cuda>) -> Step {
     let mut random = Random(31);
     let lengths = [100_003_usize, 1, 65_536, 3];
     let group = GroupRecord {
-        beta1: 0.9, beta2: 0.95, lr: 1e-3, weight_decay: 0.1, eps: 1e-8, b1: 0.9, one_minus_b1: 0.1,
-        b2: 0.95, one_minus_b2: 0.05, ..Default::default()
+        beta1: 0.9,
+        beta2: 0.95,
+        lr: 1e-3,
+        weight_decay: 0.1,
+        eps: 1e-8,
+        b1: 0.9,
+        one_minus_b1: 0.1,
+        b2: 0.95,
+        one_minus_b2: 0.05,
+        ..Default::default()
     };
     let groups = desk.put(&[group], 0);
-    let control = desk.put(&[ControlRecord { inverse_loss_scale: 1.0, max_norm: 1.0, skip_on_found_inf: 1, ..Default::default() }], 0);
+    let control = desk.put(
+        &[ControlRecord {
+            inverse_loss_scale: 1.0,
+            max_norm: 1.0,
+            skip_on_found_inf: 1,
+            ..Default::default()
+        }],
+        0,
+    );
     let slots = lengths.len() as u64;
-    let slot = SlotRecord { published: 10.0, published_inv: 0.1, cast: 10.0, cast_inv: 0.1, version: 1, flags: slot_flags::DELAYED, ..Default::default() };
+    let slot = SlotRecord {
+        published: 10.0,
+        published_inv: 0.1,
+        cast: 10.0,
+        cast_inv: 0.1,
+        version: 1,
+        flags: slot_flags::DELAYED,
+        ..Default::default()
+    };
     let records = desk.put(&vec![slot; lengths.len()], 0);
     let bank = desk.put(&vec![0_u32; lengths.len() + 4], 0);
     let rings = desk.put(&vec![1_f32; lengths.len() * 16], 0);
@@ -43,8 +67,10 @@ fn step(desk: &Desk<Cuda>) -> Step {
     let tiles: u64 = lengths.iter().map(|&n| norm_tiles(n as u64)).sum();
     let tiles = desk.put(&vec![NormRecord::default(); tiles as usize], 0);
     let total = desk.put(&[NormRecord::default()], 0);
-    let mut state = vec![groups.clone(), control.clone(), records.clone(), rings.clone(), bank.clone()];
-    let (mut norms, mut optimizes, mut casts, mut grads) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    let mut state =
+        vec![groups.clone(), control.clone(), records.clone(), rings.clone(), bank.clone()];
+    let (mut norms, mut optimizes, mut casts, mut grads) =
+        (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     let mut tile = 0;
     for (number, &elements) in lengths.iter().enumerate() {
         let number = number as u64;
@@ -61,9 +87,15 @@ fn step(desk: &Desk<Cuda>) -> Step {
         let record = desk.put(&[BytesRecord::default()], 0);
         let codes = desk.put(&vec![0_u8; elements], 0);
         let count = norm_tiles(elements as u64) * 16;
-        norms.push(Job::Norm(Norm { src: grad.clone(), tiles: tiles.sub(tile..tile + count).unwrap() }));
+        norms.push(Job::Norm(Norm {
+            src: grad.clone(),
+            tiles: tiles.sub(tile..tile + count).unwrap(),
+        }));
         tile += count;
-        state.extend([&weight.span, &remainder, &exp_avg.span, &exp_avg_sq.span, &codes, &record].map(Span::clone));
+        state.extend(
+            [&weight.span, &remainder, &exp_avg.span, &exp_avg_sq.span, &codes, &record]
+                .map(Span::clone),
+        );
         optimizes.push(Job::Optimize(Optimize {
             grad: grad.clone(),
             exp_avg,
@@ -73,12 +105,34 @@ fn step(desk: &Desk<Cuda>) -> Step {
             group: groups.clone(),
             control: control.clone(),
             amax: Some(bank.sub(number * 4..number * 4 + 4).unwrap()),
-            emit: (number != 0).then(|| Emit { dst: codes.clone(), format: Format::E4m3, scales: scales.clone(), record: record.clone() }),
+            emit: (number != 0).then(|| Emit {
+                dst: codes.clone(),
+                format: Format::E4m3,
+                scales: scales.clone(),
+                record: record.clone(),
+            }),
         }));
-        casts.push(Job::Cast(Cast { src: weight, dst: codes, format: Format::E4m3, scales, record, saturated: None, amax: None }));
+        casts.push(Job::Cast(Cast {
+            src: weight,
+            dst: codes,
+            format: Format::E4m3,
+            scales,
+            record,
+            saturated: None,
+            amax: None,
+        }));
         grads.push(grad);
     }
-    let update = UpdateScales { slots, bank: bank.clone(), records, rings, history: 16, algorithm: AmaxAlgorithm::Max, rule: ScaleRule::default(), status };
+    let update = UpdateScales {
+        slots,
+        bank: bank.clone(),
+        records,
+        rings,
+        history: 16,
+        algorithm: AmaxAlgorithm::Max,
+        rule: ScaleRule::default(),
+        status,
+    };
     let passes = [
         norms,
         vec![Job::SumNorms(SumNorms { tiles, total: total.clone() })],
@@ -99,7 +153,11 @@ impl Step {
         let order = self.bank.sub(slots..slots + 16)?;
         for (number, plan) in self.plans.iter().enumerate() {
             if number == 4 {
-                desk.backend.upload(&desk.stream, bytemuck::cast_slice(&[1_u32, 2, !1, !2]), &order)?;
+                desk.backend.upload(
+                    &desk.stream,
+                    bytemuck::cast_slice(&[1_u32, 2, !1, !2]),
+                    &order,
+                )?;
             }
             desk.backend.run(&desk.stream, plan)?;
         }
@@ -110,11 +168,15 @@ impl Step {
     fn train(&self, desk: &Desk<Cuda>, mut step: impl FnMut()) -> Vec<Vec<u8>> {
         for number in 0..50_u32 {
             let lr = 1e-3 / (1.0 + number as f32);
-            desk.backend.upload(&desk.stream, &lr.to_le_bytes(), &self.groups.sub(16..20).unwrap()).unwrap();
+            desk.backend
+                .upload(&desk.stream, &lr.to_le_bytes(), &self.groups.sub(16..20).unwrap())
+                .unwrap();
             let inf = number == 7 || number == 30;
             let first = (if inf { f32::NAN } else { 0.003 * number as f32 }).to_bits() >> 16;
             let target = &self.grads[0].span;
-            desk.backend.upload(&desk.stream, &(first as u16).to_le_bytes(), &target.sub(0..2).unwrap()).unwrap();
+            desk.backend
+                .upload(&desk.stream, &(first as u16).to_le_bytes(), &target.sub(0..2).unwrap())
+                .unwrap();
             step();
         }
         self.state.iter().map(|span| desk.get(span)).collect()
@@ -156,7 +218,8 @@ fn a_graph_keeps_what_it_uses_and_a_failed_capture_leaves_no_trace() {
         .unwrap();
     graph.launch(&desk.stream).unwrap();
     assert_eq!(desk.get(&span), [5; 1000]);
-    let error = desk.backend.capture(&desk.stream, || desk.backend.synchronize(&desk.stream)).unwrap_err();
+    let error =
+        desk.backend.capture(&desk.stream, || desk.backend.synchronize(&desk.stream)).unwrap_err();
     assert!(error.to_string().contains("outside of the capture"), "{error}");
     desk.backend.fill(&desk.stream, &span, 6).unwrap();
     assert_eq!(desk.get(&span), [6; 1000]);
@@ -174,7 +237,8 @@ fn a_step_is_issued_while_the_device_stands_still() {
     let flag = Span::whole(&desk.backend.alloc(4, Memory::Host).unwrap());
     let gate = desk.backend.stream("gate").unwrap();
     // SAFETY: a live stream and a mapped word; the wait ends when the word is 1.
-    let code = unsafe { sys::cuStreamWaitValue32_v2(desk.stream.raw().cast(), flag.address(), 1, 0) };
+    let code =
+        unsafe { sys::cuStreamWaitValue32_v2(desk.stream.raw().cast(), flag.address(), 1, 0) };
     assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
     let begun = Instant::now();
     for _ in 0..20 {
@@ -187,6 +251,10 @@ fn a_step_is_issued_while_the_device_stands_still() {
     assert_eq!(state, sys::CUresult::CUDA_ERROR_NOT_READY, "the device was to stand still");
     desk.backend.fill(&gate, &flag.sub(0..1).unwrap(), 1).unwrap();
     desk.backend.wait_host(&event).unwrap();
-    println!("host time of a step of {} passes: {:.1} us", step.plans.len(), issued.as_secs_f64() / 20.0 * 1e6);
+    println!(
+        "host time of a step of {} passes: {:.1} us",
+        step.plans.len(),
+        issued.as_secs_f64() / 20.0 * 1e6
+    );
     assert!(issued < Duration::from_secs(1));
 }

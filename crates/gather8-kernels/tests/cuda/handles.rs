@@ -23,7 +23,8 @@ fn bytes_travel_whatever_their_number() {
     let desk = Desk::new(cuda());
     for bytes in [0, 1, 3, 16 << 10, (16 << 10) + 1, (4 << 20) + 5, (300 << 20) + 7] {
         for memory in [Memory::Device, Memory::Host] {
-            let data: Vec<u8> = (0..bytes).map(|i| (i as u8) ^ (i >> 8) as u8 ^ (i >> 16) as u8).collect();
+            let data: Vec<u8> =
+                (0..bytes).map(|i| (i as u8) ^ (i >> 8) as u8 ^ (i >> 16) as u8).collect();
             let from = Span::whole(&desk.backend.alloc(bytes as u64, memory).unwrap());
             let to = Span::whole(&desk.backend.alloc(bytes as u64, Memory::Device).unwrap());
             assert!(desk.get(&from).iter().all(|&byte| byte == 0), "fresh memory is zero");
@@ -87,13 +88,17 @@ fn a_host_programs_handles_serve() {
     let borrowed = unsafe { guest.borrow_stream(stream.raw(), "borrowed") };
     let memory = owner.alloc(64, Memory::Device).unwrap();
     // SAFETY: the memory is kept by the buffer itself.
-    let buffer = Arc::new(unsafe { Buffer::from_raw(memory.address(), 64, Some(Box::new(Arc::clone(&memory)))) });
+    let buffer = Arc::new(unsafe {
+        Buffer::from_raw(memory.address(), 64, Some(Box::new(Arc::clone(&memory))))
+    });
     let span = Span::<Cuda>::new(&buffer, 16..48).unwrap();
     assert_eq!(span.address(), memory.address() + 16);
     guest.fill(&borrowed, &span, 3).unwrap();
     let mut bytes = [0; 64];
     owner.download(&stream, &Span::whole(&memory), &mut bytes).unwrap();
-    assert!(bytes[16..48].iter().all(|&byte| byte == 3) && bytes[..16].iter().all(|&byte| byte == 0));
+    assert!(
+        bytes[16..48].iter().all(|&byte| byte == 3) && bytes[..16].iter().all(|&byte| byte == 0)
+    );
     // Handles of one backend are no handles of the other.
     let text = guest.fill(&stream, &span, 3).unwrap_err().to_string();
     assert!(text.contains("another backend"), "{text}");

@@ -2,6 +2,13 @@
 //! by default: `cargo test -p gather8-kernels --features cuda --release --test cuda -- --ignored`,
 //! or the bundle of `.ci/gpu-bundle` on a machine without Rust.
 #![cfg(feature = "cuda")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    reason = "the helpers of tests fail as tests do"
+)]
 
 mod bench;
 mod exhaustive;

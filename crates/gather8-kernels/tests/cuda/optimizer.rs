@@ -45,7 +45,12 @@ struct Types {
     kind: Kind,
 }
 
-fn draw(random: &mut Random, dtype: DType, elements: usize, mut one: impl FnMut(&mut Random) -> f32) -> Vec<u8> {
+fn draw(
+    random: &mut Random,
+    dtype: DType,
+    elements: usize,
+    mut one: impl FnMut(&mut Random) -> f32,
+) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(elements * 4);
     for _ in 0..elements {
         let x = one(random);
@@ -75,7 +80,8 @@ fn shard<B: Backend>(
     let grad = desk.tensor(&draw(random, types.grad, elements, small), types.grad, skew);
     let exp_avg = desk.tensor(&draw(random, types.moments, elements, small), types.moments, skew);
     let square = |random: &mut Random| small(random).powi(2);
-    let exp_avg_sq = desk.tensor(&draw(random, types.moments, elements, square), types.moments, skew);
+    let exp_avg_sq =
+        desk.tensor(&draw(random, types.moments, elements, square), types.moments, skew);
     let weight = desk.tensor(&draw(random, wide, elements, value), wide, skew);
     let mut spans = vec![
         ("exp_avg", exp_avg.span.clone()),
@@ -98,14 +104,32 @@ fn shard<B: Backend>(
     let emit = emit.map(|format| Emit {
         dst: desk.put(&vec![0xee_u8; elements], skew * 3),
         format,
-        scales: desk.put(&[SlotRecord { published: 100.0, published_inv: 0.01, version: 4, ..Default::default() }], 0),
+        scales: desk.put(
+            &[SlotRecord {
+                published: 100.0,
+                published_inv: 0.01,
+                version: 4,
+                ..Default::default()
+            }],
+            0,
+        ),
         record: desk.put(&[BytesRecord::default()], 0),
     });
     if let Some(emit) = &emit {
         spans.push(("codes", emit.dst.clone()));
         spans.push(("record", emit.record.clone()));
     }
-    let job = Optimize { grad, exp_avg, exp_avg_sq, weight, master, group: groups.clone(), control: control.clone(), amax, emit };
+    let job = Optimize {
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        weight,
+        master,
+        group: groups.clone(),
+        control: control.clone(),
+        amax,
+        emit,
+    };
     Shard { job, spans }
 }
 
@@ -121,7 +145,8 @@ fn every_combination_of_types() {
         for found_inf in [0, 1] {
             for mode in [0, 1] {
                 let groups = desk.put(&[group(mode, 3)], 0);
-                let control = desk.put(&[ControlRecord { factor: 0.7, found_inf, ..Default::default() }], 0);
+                let control =
+                    desk.put(&[ControlRecord { factor: 0.7, found_inf, ..Default::default() }], 0);
                 let (mut jobs, mut spans) = (Vec::new(), Vec::new());
                 for grad in FLOATS {
                     for moments in FLOATS {
@@ -130,10 +155,28 @@ fn every_combination_of_types() {
                                 let types = Types { grad, moments, kind };
                                 let skew = [0, 0, 8, 1][random.below(4)];
                                 let any = random.below(3) == 0;
-                                let emit = [None, Some(Format::E4m3), Some(Format::E5m2)][random.below(3)];
-                                let shard = shard(desk, &mut random, &types, elements, skew, any, &groups, &control, emit);
-                                let name = format!("grad {grad:?} moments {moments:?} {kind:?} {elements} skew {skew} any {any} {emit:?} mode {mode} found-inf {found_inf}");
-                                spans.extend(shard.spans.into_iter().map(|(part, span)| (format!("{name}: {part}"), span)));
+                                let emit =
+                                    [None, Some(Format::E4m3), Some(Format::E5m2)][random.below(3)];
+                                let shard = shard(
+                                    desk,
+                                    &mut random,
+                                    &types,
+                                    elements,
+                                    skew,
+                                    any,
+                                    &groups,
+                                    &control,
+                                    emit,
+                                );
+                                let name = format!(
+                                    "grad {grad:?} moments {moments:?} {kind:?} {elements} skew {skew} any {any} {emit:?} mode {mode} found-inf {found_inf}"
+                                );
+                                spans.extend(
+                                    shard
+                                        .spans
+                                        .into_iter()
+                                        .map(|(part, span)| (format!("{name}: {part}"), span)),
+                                );
                                 jobs.push(Job::Optimize(shard.job));
                             }
                         }
@@ -142,7 +185,11 @@ fn every_combination_of_types() {
                 let plan = desk.backend.plan(&jobs).unwrap();
                 for round in 0..3 {
                     desk.backend.run(&desk.stream, &plan).unwrap();
-                    results.extend(spans.iter().map(|(name, span)| (format!("{name}, round {round}"), desk.get(span))));
+                    results.extend(
+                        spans
+                            .iter()
+                            .map(|(name, span)| (format!("{name}, round {round}"), desk.get(span))),
+                    );
                 }
             }
         }
@@ -175,11 +222,16 @@ fn moments_at_the_borders_of_the_fast_formula() {
             // Exponents of every size around 2^-96 and 2^20, zeros of both signs, subnormals.
             let mut near = |exponents: [u32; 8]| {
                 (0..elements)
-                    .map(|_| f32::from_bits((random.word() & 0x807f_ffff) | exponents[random.below(8)] << 23))
+                    .map(|_| {
+                        f32::from_bits(
+                            (random.word() & 0x807f_ffff) | exponents[random.below(8)] << 23,
+                        )
+                    })
                     .collect::<Vec<f32>>()
             };
             let m = near([30, 31, 32, 147, 148, 0, 100, 120]);
-            let v: Vec<f32> = near([30, 31, 32, 147, 148, 0, 100, 120]).into_iter().map(f32::abs).collect();
+            let v: Vec<f32> =
+                near([30, 31, 32, 147, 148, 0, 100, 120]).into_iter().map(f32::abs).collect();
             let (g, p) = (near([0, 0, 20, 60, 100, 120, 127, 130]), near([127; 8]));
             let tensor = |values: &[f32]| desk.tensor(values, DType::F32, 0);
             let (m, v, p) = (tensor(&m), tensor(&v), tensor(&p));
@@ -213,19 +265,39 @@ fn a_hundred_steps() {
         let (mut jobs, mut spans, mut grads) = (Vec::new(), Vec::new(), Vec::new());
         for elements in [1, 2, 3, 255, 4096 * 1024, 0, 32_320 * 1024] {
             let types = Types { grad: DType::Bf16, moments: DType::F32, kind: Kind::Remainder };
-            let shard = shard(desk, &mut random, &types, elements, 0, false, &groups, &control, Some(Format::E4m3));
+            let shard = shard(
+                desk,
+                &mut random,
+                &types,
+                elements,
+                0,
+                false,
+                &groups,
+                &control,
+                Some(Format::E4m3),
+            );
             grads.push(shard.job.grad.span.clone());
-            spans.extend(shard.spans.into_iter().map(|(part, span)| (format!("{elements}: {part}"), span)));
+            spans.extend(
+                shard.spans.into_iter().map(|(part, span)| (format!("{elements}: {part}"), span)),
+            );
             jobs.push(Job::Optimize(shard.job));
         }
         let plan = desk.backend.plan(&jobs).unwrap();
         for step in 1..=100 {
-            desk.backend.upload(&desk.stream, bytemuck::bytes_of(&group(0, step)), &groups).unwrap();
+            desk.backend
+                .upload(&desk.stream, bytemuck::bytes_of(&group(0, step)), &groups)
+                .unwrap();
             // Gradients move along: each is the next one's neighbour.
             for span in &grads {
                 if span.len() > 2 {
                     let half = span.len() / 4 * 2;
-                    desk.backend.copy(&desk.stream, &span.sub(0..half).unwrap(), &span.sub(span.len() - half..span.len()).unwrap()).unwrap();
+                    desk.backend
+                        .copy(
+                            &desk.stream,
+                            &span.sub(0..half).unwrap(),
+                            &span.sub(span.len() - half..span.len()).unwrap(),
+                        )
+                        .unwrap();
                 }
             }
             desk.backend.run(&desk.stream, &plan).unwrap();
@@ -259,7 +331,8 @@ fn more_than_two_to_the_31_elements() {
     let seed = small(&gpu, &types);
     let repeat = |span: &Span<_>| {
         let bytes = span.len() * COPIES;
-        let whole = Span::whole(&gpu.backend.alloc(bytes, gather8_kernels::Memory::Device).unwrap());
+        let whole =
+            Span::whole(&gpu.backend.alloc(bytes, gather8_kernels::Memory::Device).unwrap());
         for copy in 0..COPIES {
             let at = copy * span.len();
             gpu.backend.copy(&gpu.stream, span, &whole.sub(at..at + span.len()).unwrap()).unwrap();
@@ -279,7 +352,8 @@ fn more_than_two_to_the_31_elements() {
     };
     assert!(large.weight.elements() > 1 << 31);
     let Master::Remainder(master) = &large.master else { unreachable!() };
-    let found = [&large.exp_avg.span, &large.exp_avg_sq.span, &large.weight.span, master].map(Span::clone);
+    let found =
+        [&large.exp_avg.span, &large.exp_avg_sq.span, &large.weight.span, master].map(Span::clone);
     step(&cpu, reference.job);
     step(&gpu, large);
     for (found, (part, expected)) in found.iter().zip(&expected_spans) {

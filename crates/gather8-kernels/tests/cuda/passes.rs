@@ -90,7 +90,12 @@ fn cast() {
                             } else {
                                 random.ordinary().abs() * 1e4
                             };
-                            let slot = SlotRecord { cast: scale, cast_inv: 1.0 / scale, version: 7, ..Default::default() };
+                            let slot = SlotRecord {
+                                cast: scale,
+                                cast_inv: 1.0 / scale,
+                                version: 7,
+                                ..Default::default()
+                            };
                             let src = values(&mut random, dtype, elements, any);
                             let job = Cast {
                                 src: desk.tensor(&src, dtype, skew),
@@ -101,9 +106,21 @@ fn cast() {
                                 saturated: extras.then(|| desk.put(&[5_u32], 0)),
                                 amax: extras.then(|| desk.put(&[0_u32], 0)),
                             };
-                            let name = format!("{dtype:?} {format:?} {elements} skew {skew} {codes_skew} extras {extras}");
-                            for (part, span) in [Some(&job.dst), Some(&job.record), job.saturated.as_ref(), job.amax.as_ref()].into_iter().enumerate() {
-                                spans.extend(span.map(|span| (format!("{name} part {part}"), span.clone())));
+                            let name = format!(
+                                "{dtype:?} {format:?} {elements} skew {skew} {codes_skew} extras {extras}"
+                            );
+                            for (part, span) in [
+                                Some(&job.dst),
+                                Some(&job.record),
+                                job.saturated.as_ref(),
+                                job.amax.as_ref(),
+                            ]
+                            .into_iter()
+                            .enumerate()
+                            {
+                                spans.extend(
+                                    span.map(|span| (format!("{name} part {part}"), span.clone())),
+                                );
                             }
                             jobs.push(Job::Cast(job));
                         }
@@ -126,10 +143,19 @@ fn cast_is_skipped_only_if_scale_and_version_are_the_records() {
     fn case<B: Backend>(desk: &Desk<B>) -> Results {
         let elements = 100_000;
         let src = desk.tensor(&vec![1.0_f32; elements], DType::F32, 0);
-        let scales = desk.put(&[SlotRecord { cast: 2.0, cast_inv: 0.5, version: 3, ..Default::default() }], 0);
+        let scales = desk
+            .put(&[SlotRecord { cast: 2.0, cast_inv: 0.5, version: 3, ..Default::default() }], 0);
         let dst = desk.put(&vec![0_u8; elements], 0);
         let record = desk.put(&[BytesRecord::default()], 0);
-        let job = Job::Cast(Cast { src, dst: dst.clone(), format: Format::E4m3, scales: scales.clone(), record: record.clone(), saturated: None, amax: None });
+        let job = Job::Cast(Cast {
+            src,
+            dst: dst.clone(),
+            format: Format::E4m3,
+            scales: scales.clone(),
+            record: record.clone(),
+            saturated: None,
+            amax: None,
+        });
         let plan = desk.backend.plan(&[job]).unwrap();
         let mut results = Results::new();
         let mut go = |what: &str| {
@@ -147,7 +173,10 @@ fn cast_is_skipped_only_if_scale_and_version_are_the_records() {
             go(&format!("{cast} {version}"));
         }
         assert!(results[2].1.iter().all(|&code| code == 9), "the skipped cast wrote");
-        assert!(results[4].1.iter().all(|&code| code != 9), "the cast of a new version did not write");
+        assert!(
+            results[4].1.iter().all(|&code| code != 9),
+            "the cast of a new version did not write"
+        );
         results
     }
     same!(case);
@@ -163,12 +192,23 @@ fn decode() {
             for format in FORMATS {
                 for elements in LENGTHS {
                     for (skew, codes_skew) in [(0, 0), (1, 0), (0, 5)] {
-                        let codes: Vec<u8> = (0..elements).map(|i| (i as u8).wrapping_mul(167)).collect();
+                        let codes: Vec<u8> =
+                            (0..elements).map(|i| (i as u8).wrapping_mul(167)).collect();
                         let scale_inv = random.any_f32();
                         let record = BytesRecord { scale_inv, ..Default::default() };
                         let dst = desk.tensor(&vec![0xee_u8; elements * size], dtype, skew);
-                        spans.push((format!("{dtype:?} {format:?} {elements} {skew} {codes_skew} {scale_inv}"), dst.span.clone()));
-                        jobs.push(Job::Decode(Decode { src: desk.put(&codes, codes_skew), format, record: desk.put(&[record], 0), dst }));
+                        spans.push((
+                            format!(
+                                "{dtype:?} {format:?} {elements} {skew} {codes_skew} {scale_inv}"
+                            ),
+                            dst.span.clone(),
+                        ));
+                        jobs.push(Job::Decode(Decode {
+                            src: desk.put(&codes, codes_skew),
+                            format,
+                            record: desk.put(&[record], 0),
+                            dst,
+                        }));
                     }
                 }
             }
@@ -185,13 +225,32 @@ fn transpose() {
     fn case<B: Backend>(desk: &Desk<B>) -> Results {
         let mut random = Random(4);
         let (mut jobs, mut spans) = (Vec::new(), Vec::new());
-        let shapes = [(0, 0), (0, 7), (1, 1), (1, 1000), (1000, 1), (4, 4), (128, 128), (256, 384), (129, 257), (130, 64), (128, 130), (300, 200), (1024, 1000)];
+        let shapes = [
+            (0, 0),
+            (0, 7),
+            (1, 1),
+            (1, 1000),
+            (1000, 1),
+            (4, 4),
+            (128, 128),
+            (256, 384),
+            (129, 257),
+            (130, 64),
+            (128, 130),
+            (300, 200),
+            (1024, 1000),
+        ];
         for (rows, cols) in shapes {
             for skew in [0, 1] {
                 let bytes: Vec<u8> = (0..rows * cols).map(|_| random.bits() as u8).collect();
                 let dst = desk.put(&vec![0xee_u8; rows * cols], skew);
                 spans.push((format!("{rows} x {cols} skew {skew}"), dst.clone()));
-                jobs.push(Job::Transpose(Transpose { src: desk.put(&bytes, skew), rows: rows as u64, cols: cols as u64, dst }));
+                jobs.push(Job::Transpose(Transpose {
+                    src: desk.put(&bytes, skew),
+                    rows: rows as u64,
+                    cols: cols as u64,
+                    dst,
+                }));
             }
         }
         desk.run(&jobs);
@@ -212,13 +271,17 @@ fn divide_and_accumulate() {
                 for elements in LENGTHS {
                     for skew in [0, 1] {
                         let any = random.below(2) == 0;
-                        let src = desk.tensor(&values(&mut random, from, elements, any), from, skew);
+                        let src =
+                            desk.tensor(&values(&mut random, from, elements, any), from, skew);
                         let dst = if from == to && random.below(2) == 0 {
                             src.clone()
                         } else {
                             desk.tensor(&vec![0xee_u8; elements * to.size() as usize], to, skew)
                         };
-                        spans.push((format!("{from:?} / to {to:?} {elements} {skew}"), dst.span.clone()));
+                        spans.push((
+                            format!("{from:?} / to {to:?} {elements} {skew}"),
+                            dst.span.clone(),
+                        ));
                         let divisor = [3.0, 8.0, 7.5][random.below(3)];
                         divides.push(Job::Divide(Divide { src, dst, divisor }));
                     }
@@ -228,7 +291,11 @@ fn divide_and_accumulate() {
                 for skew in [0, 1] {
                     let any = random.below(2) == 0;
                     let src = desk.tensor(&values(&mut random, from, elements, any), from, skew);
-                    let dst = desk.tensor(&values(&mut random, DType::F32, elements, any), DType::F32, skew);
+                    let dst = desk.tensor(
+                        &values(&mut random, DType::F32, elements, any),
+                        DType::F32,
+                        skew,
+                    );
                     spans.push((format!("sum of {from:?} {elements} {skew}"), dst.span.clone()));
                     adds.push(Job::Accumulate(Accumulate { src, dst }));
                 }
@@ -252,7 +319,8 @@ fn norms() {
                 for skew in [0, 1, 2] {
                     let any = random.below(2) == 0;
                     let src = desk.tensor(&values(&mut random, dtype, elements, any), dtype, skew);
-                    let tiles = desk.put(&vec![NormRecord::default(); norm_tiles(elements as u64) as usize], 0);
+                    let tiles = desk
+                        .put(&vec![NormRecord::default(); norm_tiles(elements as u64) as usize], 0);
                     spans.push((format!("{dtype:?} {elements} {skew}"), tiles.clone()));
                     jobs.push(Job::Norm(Norm { src, tiles }));
                 }
@@ -261,7 +329,10 @@ fn norms() {
         desk.run(&jobs);
         for count in [0, 1, 2, 1023, 1024, 1025, 8192, 9000, 20_001] {
             let records: Vec<_> = (0..count)
-                .map(|_| NormRecord { sum_of_squares: f64::from(random.ordinary()).powi(2), non_finite: random.below(3) as f64 })
+                .map(|_| NormRecord {
+                    sum_of_squares: f64::from(random.ordinary()).powi(2),
+                    non_finite: random.below(3) as f64,
+                })
                 .collect();
             let total = desk.put(&[NormRecord::default()], 0);
             spans.push((format!("sum of {count}"), total.clone()));
@@ -280,7 +351,12 @@ fn control() {
         let mut results = Results::new();
         for round in 0..60 {
             let total = NormRecord {
-                sum_of_squares: match random.below(8) { 0 => f64::NAN, 1 => f64::INFINITY, 2 => 0.0, _ => f64::from(random.ordinary()).powi(2) },
+                sum_of_squares: match random.below(8) {
+                    0 => f64::NAN,
+                    1 => f64::INFINITY,
+                    2 => 0.0,
+                    _ => f64::from(random.ordinary()).powi(2),
+                },
                 non_finite: if random.below(3) == 0 { 2.0 } else { 0.0 },
             };
             let record = ControlRecord {
@@ -292,10 +368,18 @@ fn control() {
                 ..Default::default()
             };
             let groups: Vec<_> = (0..[0, 1, 3, 300][round % 4])
-                .map(|_| GroupRecord { beta1: 1.0 - f64::from(random.uniform().abs()), beta2: 0.999, ..Default::default() })
+                .map(|_| GroupRecord {
+                    beta1: 1.0 - f64::from(random.uniform().abs()),
+                    beta2: 0.999,
+                    ..Default::default()
+                })
                 .collect();
             let (control, groups) = (desk.put(&[record], 0), desk.put(&groups, 0));
-            desk.run(&[Job::Control(Control { total: desk.put(&[total], 0), control: control.clone(), groups: groups.clone() })]);
+            desk.run(&[Job::Control(Control {
+                total: desk.put(&[total], 0),
+                control: control.clone(),
+                groups: groups.clone(),
+            })]);
             let mut bytes = desk.get(&control);
             // A NaN norm is a result, not a stored weight: which NaN it is does not matter.
             let norm = f64::from_le_bytes(bytes[16..24].try_into().unwrap());

@@ -16,9 +16,14 @@ fn updates() {
     fn case<B: Backend>(desk: &Desk<B>) -> Results {
         let mut random = Random(11);
         let mut results = Results::new();
-        for (slots, history) in [(0, 16), (1, 1), (5, 3), (37, 16), (1500, 16), (1025, 1), (60, 1024)] {
+        for (slots, history) in
+            [(0, 16), (1, 1), (5, 3), (37, 16), (1500, 16), (1025, 1), (60, 1024)]
+        {
             for algorithm in [AmaxAlgorithm::Max, AmaxAlgorithm::MostRecent] {
-                let rule = ScaleRule { margin: random.below(4) as u32, power_of_two: random.below(2) == 0 };
+                let rule = ScaleRule {
+                    margin: random.below(4) as u32,
+                    power_of_two: random.below(2) == 0,
+                };
                 let records: Vec<_> = (0..slots)
                     .map(|_| SlotRecord {
                         published: 3.0,
@@ -38,7 +43,16 @@ fn updates() {
                 let bank = desk.put(&vec![0_u32; slots + 4], 0);
                 let status = desk.backend.alloc(status_bytes(slots as u64), Memory::Host).unwrap();
                 let status = Span::whole(&status);
-                let job = Job::UpdateScales(UpdateScales { slots: slots as u64, bank: bank.clone(), records: records.clone(), rings: rings.clone(), history: history as u32, algorithm, rule, status: status.clone() });
+                let job = Job::UpdateScales(UpdateScales {
+                    slots: slots as u64,
+                    bank: bank.clone(),
+                    records: records.clone(),
+                    rings: rings.clone(),
+                    history: history as u32,
+                    algorithm,
+                    rule,
+                    status: status.clone(),
+                });
                 let plan = desk.backend.plan(&[job]).unwrap();
                 for round in 0..12 {
                     // Most rounds are in order and finite, so that rings turn.
@@ -51,7 +65,11 @@ fn updates() {
                             let flags = desk.get_as::<SlotRecord>(&records)[slot].flags;
                             let weight = flags & (slot_flags::INPUT | slot_flags::GRADIENT) == 0;
                             let special = random.below(6) == 0 && (!weight || fatal);
-                            let bits = if special { [0x7f80_0000, 0x7fc0_0000][random.below(2)] } else { random.ordinary().abs().to_bits() };
+                            let bits = if special {
+                                [0x7f80_0000, 0x7fc0_0000][random.below(2)]
+                            } else {
+                                random.ordinary().abs().to_bits()
+                            };
                             0x8000_0000 | bits
                         })
                         .collect();
@@ -59,8 +77,15 @@ fn updates() {
                     words.extend([a, b, !a, if order { !b } else { b }]);
                     desk.backend.upload(&desk.stream, bytemuck::cast_slice(&words), &bank).unwrap();
                     desk.backend.run(&desk.stream, &plan).unwrap();
-                    let name = format!("{slots} slots, history {history}, {algorithm:?} {rule:?}, round {round}");
-                    for (part, span) in [("bank", &bank), ("records", &records), ("rings", &rings), ("status", &status)] {
+                    let name = format!(
+                        "{slots} slots, history {history}, {algorithm:?} {rule:?}, round {round}"
+                    );
+                    for (part, span) in [
+                        ("bank", &bank),
+                        ("records", &records),
+                        ("rings", &rings),
+                        ("status", &status),
+                    ] {
                         results.push((format!("{name}: {part}"), desk.get(span)));
                     }
                     assert_eq!(desk.backend.peek(&status).unwrap(), desk.get(&status));
