@@ -1,5 +1,12 @@
-//! Code that the examples and the conformance tests share.
+//! Code that the examples and their tests share: the parts of `bench` and `export`, and for `train` a
+//! small GPT whose parameters live in a weight store, a seeded generator, and the text that it learns.
 
 pub mod bench;
+pub mod driver;
 pub mod export;
+pub mod gpt;
+pub mod random;
+pub mod reference;
+pub mod text;
+pub mod weights;
 pub mod whole_file;

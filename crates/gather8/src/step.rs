@@ -50,7 +50,7 @@ impl<B: Backend> Fsdp<B> {
         let mut state = self.lock();
         let state = &mut *state;
         self.refuse_step(state)?;
-        let _entered = trace_span!("step").entered();
+        let _entered = trace_span!("optimizer").entered();
         for number in 0..self.units.len() {
             // Changing a weight that is in use would change what the user sees.
             self.release(state, crate::spec::UnitId(number))?;

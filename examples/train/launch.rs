@@ -1,0 +1,132 @@
+//! Runs in turn, the ranks of each as threads.
+
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+
+use anyhow::{Context, Result, anyhow};
+use gather8::collectives::LocalWorld;
+use gather8::kernels::cpu::Cpu;
+use gather8_examples::gpt::{WeightSpec, weights};
+use gather8_examples::text::{MOBY_DICK, Windows};
+
+use crate::fault::Faulty;
+use crate::logs;
+use crate::options::{Run, Settings};
+use crate::rank::{RankContext, run_rank};
+use crate::report::{Output, Recorder};
+use crate::runtime::Runtime;
+use crate::trace::{Trace, write_run};
+
+/// Trains every run of the settings.
+///
+/// # Errors
+/// A text that is too short or cannot be read, an output folder that cannot be written, and the first
+/// error of any rank.
+pub(crate) fn train(settings: &Settings) -> Result<Vec<Output>> {
+    let own = match &settings.text {
+        None => None,
+        Some(path) => Some(
+            std::fs::read(path)
+                .with_context(|| format!("cannot read the text {}", path.display()))?,
+        ),
+    };
+    let text = own.as_deref().unwrap_or(MOBY_DICK);
+    let windows = Windows::new(text, settings.context, settings.seed)?;
+    let specs = weights(&settings.shape());
+    settings.runs.iter().map(|&run| train_once(settings, run, windows, &specs)).collect()
+}
+
+fn train_once(
+    settings: &Settings,
+    run: Run,
+    windows: Windows<'_>,
+    specs: &[WeightSpec],
+) -> Result<Output> {
+    let folder = settings.out.join(run.name());
+    std::fs::create_dir_all(&folder)
+        .with_context(|| format!("cannot create the output folder {}", folder.display()))?;
+    let mut recorder = Some(Recorder::create(settings, run, &folder)?);
+    let trace = settings.trace.then(Trace::start);
+    let world = LocalWorld::new(u32::try_from(settings.ranks)?);
+    let group = Group { settings, run, specs, world };
+    // The error that came first is the cause; the others are its consequences.
+    let first_error = Mutex::new(None);
+
+    let finished = std::thread::scope(|scope| -> Result<Vec<_>> {
+        let mut ranks = Vec::new();
+        for rank in 0..settings.ranks {
+            let context = RankContext { rank, settings, windows, recorder: recorder.take() };
+            let subscriber = logs::subscriber(&folder, rank, settings.log, trace.as_ref())?;
+            let (group, first_error) = (&group, &first_error);
+            let body = move || {
+                tracing::dispatcher::with_default(&subscriber, || {
+                    group.run(context).unwrap_or_else(|(error, _runtime)| {
+                        tracing::error!("{error:#}");
+                        let mut first = first_error.lock().unwrap_or_else(PoisonError::into_inner);
+                        first.get_or_insert(error);
+                        None
+                    })
+                })
+            };
+            let thread = std::thread::Builder::new().name(format!("rank {rank}"));
+            ranks.push(thread.spawn_scoped(scope, body).context("cannot start a rank's thread")?);
+        }
+        let join = |(rank, thread): (usize, std::thread::ScopedJoinHandle<'_, _>)| {
+            thread.join().map_err(|_| anyhow!("rank {rank} panicked"))
+        };
+        ranks.into_iter().enumerate().map(join).collect()
+    })?;
+    if let Some(error) = first_error.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        return Err(error);
+    }
+    let recorder = finished.into_iter().flatten().next();
+    let output = recorder.ok_or_else(|| anyhow!("rank 0 recorded nothing"))?.finish()?;
+    write_run(trace, &folder)?;
+    Ok(output)
+}
+
+/// Writes a file under another name first: it is there whole or not at all.
+///
+/// # Errors
+/// A file that cannot be written.
+pub(crate) fn write_whole(path: &Path, text: &str) -> Result<()> {
+    let mut partial = path.as_os_str().to_owned();
+    partial.push(".partial");
+    let write = || {
+        std::fs::write(&partial, text)?;
+        std::fs::rename(&partial, path)
+    };
+    write().map_err(|error| {
+        let _ = std::fs::remove_file(&partial);
+        anyhow!("cannot write {}: {error}", path.display())
+    })
+}
+
+/// What the ranks of a run share.
+struct Group<'a> {
+    settings: &'a Settings,
+    run: Run,
+    specs: &'a [WeightSpec],
+    world: LocalWorld,
+}
+
+impl Group<'_> {
+    /// Trains one rank. An error comes with the runtime, whose end the other ranks notice: the error
+    /// is to be kept before.
+    fn run(
+        &self,
+        context: RankContext<'_>,
+    ) -> Result<Option<Recorder>, (anyhow::Error, Option<Runtime>)> {
+        let mut runtime = self.start(context.rank).map_err(|error| (error, None))?;
+        let weights = Faulty::wrap(runtime.weights(), self.specs, self.settings.inject_fault);
+        run_rank(context, weights, &mut runtime).map_err(|error| (error, Some(runtime)))
+    }
+
+    fn start(&self, rank: usize) -> Result<Runtime> {
+        // What happens before the first step counts with it, so that every span names a step.
+        let _span = tracing::error_span!("start", rank, step = 0).entered();
+        let cpu = Cpu::new();
+        let communicator = self.world.rank(u32::try_from(rank)?, cpu.clone())?;
+        Runtime::build(self.settings, self.run, self.specs, cpu, communicator)
+    }
+}
