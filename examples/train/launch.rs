@@ -1,5 +1,6 @@
 //! Runs in turn, the ranks of each as threads.
 
+use std::io::Write as _;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
@@ -8,6 +9,7 @@ use gather8::collectives::LocalWorld;
 use gather8::kernels::cpu::Cpu;
 use gather8_examples::gpt::{WeightSpec, weights};
 use gather8_examples::text::{MOBY_DICK, Windows};
+use gather8_examples::whole_file::WholeFile;
 
 use crate::fault::Faulty;
 use crate::logs;
@@ -85,21 +87,15 @@ fn train_once(
     Ok(output)
 }
 
-/// Writes a file under another name first: it is there whole or not at all.
+/// Writes a file that is there whole or not at all.
 ///
 /// # Errors
 /// A file that cannot be written.
 pub(crate) fn write_whole(path: &Path, text: &str) -> Result<()> {
-    let mut partial = path.as_os_str().to_owned();
-    partial.push(".partial");
-    let write = || {
-        std::fs::write(&partial, text)?;
-        std::fs::rename(&partial, path)
-    };
-    write().map_err(|error| {
-        let _ = std::fs::remove_file(&partial);
-        anyhow!("cannot write {}: {error}", path.display())
-    })
+    let mut whole = WholeFile::create(path)?;
+    let written = whole.file().write_all(text.as_bytes());
+    written.with_context(|| format!("cannot write {}", path.display()))?;
+    whole.finish()
 }
 
 /// What the ranks of a run share.
