@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
 use gather8_collectives::{Communicator, JoinOptions, Launch, Op, TcpWorld};
+use gather8_kernels::Backend;
 use gather8_kernels::cpu::Cpu;
 
 use crate::{Context, cases};
@@ -16,9 +17,9 @@ const WORLDS: [u32; 3] = [1, 2, 4];
 /// How long one world may take over all cases.
 const PATIENCE: Duration = Duration::from_secs(600);
 
-/// Makes a communicator of all ranks that no earlier failure has touched; every rank calls it as
-/// often as the others.
-pub type Fresh<'a> = dyn FnMut(&Cpu) -> anyhow::Result<Arc<dyn Communicator<Cpu>>> + 'a;
+/// Makes a device and a communicator of all ranks that no earlier failure has touched; every rank
+/// calls it as often as the others.
+pub type Fresh<'a, B> = dyn FnMut() -> anyhow::Result<Context<B>> + 'a;
 
 /// What the command line asks for.
 #[derive(Debug, Default)]
@@ -75,15 +76,26 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
             launch.world
         );
     }
+    let mut joined = 0;
+    let mut tcp = || {
+        let mut launch = launch.clone();
+        launch.job = format!("{}-{joined}", launch.job);
+        joined += 1;
+        anyhow::Ok(TcpWorld::join(&launch, &JoinOptions::from_env()?)?)
+    };
     match args.transport.as_str() {
         "tcp" => {
-            let mut joined = 0;
-            rank(args, &launch, &mut |cpu| {
-                let mut launch = launch.clone();
-                launch.job = format!("{}-{joined}", launch.job);
-                joined += 1;
-                Ok(TcpWorld::join(&launch, &JoinOptions::from_env()?)?.communicator(cpu.clone()))
+            let verdicts = tcp()?.communicator(Cpu::new());
+            rank(args, &launch, &*verdicts, &mut || {
+                let backend = Cpu::new();
+                let communicator = tcp()?.communicator(backend.clone());
+                Ok(Context { backend, communicator })
             })
+        }
+        #[cfg(feature = "cuda")]
+        "nccl" => {
+            let verdicts = tcp()?.communicator(Cpu::new());
+            rank(args, &launch, &*verdicts, &mut || gpu(&launch, &tcp()?))
         }
         #[cfg(feature = "mpi")]
         "mpi" => {
@@ -96,25 +108,35 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
                 launch.rank,
                 launch.world
             );
-            rank(args, &launch, &mut |cpu| Ok(mpi.connect()?.communicator(cpu.clone())))
+            let verdicts = mpi.connect()?.communicator(Cpu::new());
+            rank(args, &launch, &*verdicts, &mut || {
+                let backend = Cpu::new();
+                let communicator = mpi.connect()?.communicator(backend.clone());
+                Ok(Context { backend, communicator })
+            })
         }
         other => bail!("there is no transport `{other}` in this build"),
     }
 }
 
 /// Runs every case as one rank of the world, and tells rank 0, which prints.
-fn rank(args: &Args, launch: &Launch, fresh: &mut Fresh<'_>) -> anyhow::Result<ExitCode> {
-    let verdicts = fresh(&Cpu::new())?;
+fn rank<B: Backend>(
+    args: &Args,
+    launch: &Launch,
+    verdicts: &dyn Communicator<Cpu>,
+    fresh: &mut Fresh<'_, B>,
+) -> anyhow::Result<ExitCode> {
     let loud = launch.rank == 0;
     let (mut passed, mut failed) = (0, 0);
-    for (name, case) in cases::all::<Cpu>() {
+    for (name, case) in cases::all::<B>() {
+        if args.transport == "nccl" && HOST_ONLY.contains(&name) {
+            continue;
+        }
         if args.filter.as_ref().is_some_and(|filter| !name.contains(filter.as_str())) {
             continue;
         }
         let start = Instant::now();
-        let backend = Cpu::new();
-        let communicator = fresh(&backend)?;
-        let context = Context { backend, communicator };
+        let context = fresh()?;
         let verdict = match catch_unwind(AssertUnwindSafe(|| case(&context))) {
             Ok(Ok(())) => String::new(),
             Ok(Err(error)) => format!("{error:#}"),
@@ -146,6 +168,34 @@ fn rank(args: &Args, launch: &Launch, fresh: &mut Fresh<'_>) -> anyhow::Result<E
     }
     let well = failed == 0 && (passed > 0 || args.filter.is_some());
     Ok(if well { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// What only communicators that see every rank's call can tell: NCCL is not told what the peers
+/// passed.
+const HOST_ONLY: [&str; 1] = ["mismatches_are_told_to_all"];
+
+/// A GPU of this rank's, shared if there are more ranks than GPUs, and NCCL over it.
+///
+/// # Errors
+/// A device or a library that is missing; peers that do not come.
+#[cfg(feature = "cuda")]
+pub fn gpu(
+    launch: &Launch,
+    tcp: &TcpWorld,
+) -> anyhow::Result<Context<gather8_kernels::cuda::Cuda>> {
+    use gather8_collectives::{NcclOptions, NcclWorld, Solo};
+    use gather8_kernels::cuda::{Cuda, probe};
+    let devices = probe()?.devices.len() as u32;
+    ensure!(devices > 0, "there is no GPU");
+    let backend = Cuda::new(launch.rank % devices)?;
+    let communicator: Arc<dyn Communicator<Cuda>> = if launch.world == 1 {
+        Arc::new(Solo::new(backend.clone()))
+    } else {
+        let mut options = NcclOptions::default();
+        options.share_gpu = launch.world > devices;
+        NcclWorld::join(backend.clone(), tcp.communicator(Cpu::new()), tcp.control(), &options)?
+    };
+    Ok(Context { backend, communicator })
 }
 
 fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {

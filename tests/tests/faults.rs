@@ -1,5 +1,6 @@
 //! Ranks that train over TCP, of which one is killed or stopped at a random point: every survivor
-//! names it within the deadline and two seconds. `--times 50` tries often.
+//! names it within the deadline and two seconds. `--times 50` tries often; `--gpu` trains on GPUs
+//! over NCCL (feature `cuda`).
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -15,14 +16,18 @@ use std::time::{Duration, Instant, SystemTime};
 use anyhow::{Context as _, ensure};
 use gather8::{Config, Fsdp};
 use gather8_collectives::{JoinOptions, Launch, TcpWorld};
+use gather8_conformance::Context;
 use gather8_conformance::model::{Mlp, initial};
 use gather8_conformance::processes::Children;
+use gather8_kernels::Backend;
 use gather8_kernels::cpu::Cpu;
 
 const WORLD: u32 = 4;
 const DEADLINE: f64 = 2.0;
 /// Where a rank leaves its verdict.
 const FOLDER: &str = "GATHER8_TEST_FOLDER";
+/// Set for ranks on GPUs.
+const GPU: &str = "GATHER8_TEST_GPU";
 
 fn main() -> ExitCode {
     let args = std::env::args().skip(1).collect::<Vec<_>>();
@@ -34,7 +39,7 @@ fn main() -> ExitCode {
         None => {
             let times = args.iter().position(|arg| arg == "--times");
             let times = times.and_then(|at| args.get(at + 1)?.parse().ok()).unwrap_or(4);
-            strike(times)
+            strike(times, args.iter().any(|arg| arg == "--gpu"))
         }
     };
     match done {
@@ -59,11 +64,20 @@ fn train(folder: &Path) -> anyhow::Result<()> {
 
 fn train_until_it_fails(launch: &Launch, folder: &Path) -> anyhow::Result<()> {
     let tcp = TcpWorld::join(launch, &JoinOptions::from_env()?)?;
+    #[cfg(feature = "cuda")]
+    if std::env::var_os(GPU).is_some() {
+        return train_on(launch, folder, gather8_conformance::processes::gpu(launch, &tcp)?);
+    }
     let cpu = Cpu::new();
+    let communicator = tcp.communicator(cpu.clone());
+    train_on(launch, folder, Context { backend: cpu, communicator })
+}
+
+fn train_on<B: Backend>(launch: &Launch, folder: &Path, cx: Context<B>) -> anyhow::Result<()> {
     let mut config = Config::default();
     config.deadline.0 = DEADLINE;
     let model = Mlp { dims: vec![64, 96, 64, 16], frozen_first: false };
-    let fsdp = Fsdp::builder(config, cpu.clone(), tcp.communicator(cpu))
+    let fsdp = Fsdp::builder(config, cx.backend, cx.communicator)
         .units(model.units())
         .build(|spec, rows| anyhow::Ok(initial(spec, rows)))?;
     for step in 0.. {
@@ -89,7 +103,7 @@ fn random(state: &mut u64) -> u64 {
     z ^ (z >> 31)
 }
 
-fn strike(times: u64) -> anyhow::Result<()> {
+fn strike(times: u64, gpu: bool) -> anyhow::Result<()> {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH)?;
     let mut state = now.as_nanos() as u64;
     let mut slowest = [Duration::ZERO; 2];
@@ -98,7 +112,7 @@ fn strike(times: u64) -> anyhow::Result<()> {
         let victim = (random(&mut state) % u64::from(WORLD)) as u32;
         let pause = Duration::from_micros(random(&mut state) % 300_000);
         let (signal, slow) = if time % 2 == 0 { ("-KILL", 0) } else { ("-STOP", 1) };
-        let elapsed = strike_once(time, victim, pause, signal)
+        let elapsed = strike_once(time, victim, pause, signal, gpu)
             .with_context(|| format!("{signal} of rank {victim} after {pause:?} (seed {seed})"))?;
         slowest[slow] = slowest[slow].max(elapsed);
     }
@@ -110,11 +124,20 @@ fn strike(times: u64) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn strike_once(time: u64, victim: u32, pause: Duration, signal: &str) -> anyhow::Result<Duration> {
+fn strike_once(
+    time: u64,
+    victim: u32,
+    pause: Duration,
+    signal: &str,
+    gpu: bool,
+) -> anyhow::Result<Duration> {
     let folder = scratch(time)?;
     let job = format!("faults-{}-{time}", std::process::id());
     let mut children = Children::start(WORLD, &job, &[], |_, command| {
         command.env(FOLDER, &folder).stdout(Stdio::null()).stderr(Stdio::null());
+        if gpu {
+            command.env(GPU, "1");
+        }
     })?;
     wait_until(Duration::from_secs(60), "the ranks train", || {
         Ok((0..WORLD).all(|rank| folder.join(format!("{rank}.ready")).exists()))
@@ -125,7 +148,8 @@ fn strike_once(time: u64, victim: u32, pause: Duration, signal: &str) -> anyhow:
     let struck = Instant::now();
 
     let survivors = (0..WORLD).filter(|rank| *rank != victim).collect::<Vec<_>>();
-    let limit = Duration::from_secs_f64(DEADLINE + 2.0);
+    // Aborting NCCL and leaving a GPU takes a while.
+    let limit = Duration::from_secs_f64(DEADLINE + if gpu { 8.0 } else { 2.0 });
     wait_until(limit, "the survivors end", || {
         for &rank in &survivors {
             if !children.has_ended(rank)? {

@@ -83,6 +83,7 @@ impl NcclCommunicator {
             .into_iter()
             .try_for_each(|code| self.world.nccl.check(op.name, self.comm.0, code));
         if let Err(error) = checked {
+            let error = self.world.inquest(error);
             self.world.fail(error);
             return self.world.check();
         }
@@ -199,13 +200,15 @@ impl Communicator<Cuda> for NcclCommunicator {
 
     fn barrier(&self, op: Op<'_>) -> Result<()> {
         self.world.check()?;
-        self.host.barrier(op)
+        // What fails on the host fails on the device: nothing more is enqueued, what is, is aborted.
+        self.host.barrier(op).inspect_err(|error| self.world.fail(error.clone()))
     }
 
     fn split(&self, color: Option<u32>, key: u32) -> Result<Option<Arc<dyn Communicator<Cuda>>>> {
         self.world.check()?;
         self.world.cuda.bind_to_thread()?;
-        let host = self.host.split(color, key)?;
+        let host = self.host.split(color, key);
+        let host = host.inspect_err(|error| self.world.fail(error.clone()))?;
         let from = self.parent.unwrap_or(self.comm);
         let split = self.world.split(from, color, key, self.deadline);
         let comm = split.inspect_err(|error| self.world.fail(error.clone()))?;
@@ -237,8 +240,13 @@ impl Communicator<Cuda> for NcclCommunicator {
     }
 
     fn exchange(&self, op: Op<'_>, message: &[u8]) -> Result<Vec<Vec<u8>>> {
-        self.world.check()?;
-        self.host.exchange(op, message)
+        // After a failure, too: the host's ranks then tell each other what they know of it.
+        let failed = self.world.check().is_err();
+        let exchanged = self.host.exchange(op, message);
+        if !failed && let Err(error) = &exchanged {
+            self.world.fail(error.clone());
+        }
+        exchanged
     }
 }
 

@@ -15,8 +15,12 @@ use crate::error::{Error, Result};
 
 /// How often the watchdog looks.
 const TICK: Duration = Duration::from_millis(5);
-/// How often it tells the others how far this rank is.
+/// How often it tells the others how far this rank is, and that it is there.
 const REPORT: Duration = Duration::from_millis(200);
+/// A rank that has not reported for so long has stopped.
+const SILENCE: Duration = Duration::from_millis(1200);
+/// How long an error of NCCL, which names nobody, waits for news of who is gone.
+const INQUEST: Duration = Duration::from_secs(2);
 /// How long an abort may take before it is left to itself.
 const ABORT_PATIENCE: Duration = Duration::from_secs(20);
 /// Marks this module's reports among others.
@@ -64,6 +68,8 @@ pub(super) struct World {
     /// Every communicator that is alive, children after their parents.
     comms: Mutex<Vec<Handle>>,
     pending: Mutex<VecDeque<Pending>>,
+    /// Each rank's last report, and since when it stands.
+    heard: Mutex<Vec<(Option<String>, Instant)>>,
     /// Operations that this rank has issued, and that are over.
     issued: AtomicU64,
     done: AtomicU64,
@@ -88,6 +94,7 @@ impl World {
             control,
             comms: Mutex::default(),
             pending: Mutex::default(),
+            heard: Mutex::default(),
             issued: AtomicU64::new(0),
             done: AtomicU64::new(0),
             failure: Mutex::default(),
@@ -230,8 +237,13 @@ impl World {
         self.failed.store(true, Ordering::Release);
         let text = error.to_string();
         tracing::error!(error = text, "collectives have failed; aborting NCCL");
+        let blamed = error.blamed_rank();
         self.cuda.fail("a collective", Arc::new(error));
-        self.control.announce(&text);
+        // An announcement names this rank. Where another is to blame, the others find it as this
+        // one has: by their connection to it, its silence, or their own deadline.
+        if blamed.is_none() {
+            self.control.announce(&text);
+        }
         self.abort();
     }
 
@@ -268,16 +280,43 @@ impl World {
         }
     }
 
-    /// Ranks that have issued fewer operations than this one waits for; all others if none says so.
-    fn laggards(&self, least: u64) -> Vec<u32> {
-        let own = self.host.rank();
+    /// Notes which reports are new.
+    fn listen(&self) {
         let reports = self.control.reports();
-        let progress = |text: &Option<String>| {
-            text.as_deref()?.strip_prefix(REPORT_PREFIX)?.trim().parse::<u64>().ok()
+        let mut heard = lock(&self.heard);
+        heard.resize_with(reports.len(), || (None, Instant::now()));
+        for (heard, report) in heard.iter_mut().zip(reports) {
+            if heard.0 != report {
+                *heard = (report, Instant::now());
+            }
+        }
+    }
+
+    /// Other ranks that have reported before and do so no more.
+    fn silent(&self) -> Vec<u32> {
+        let own = self.host.rank();
+        let silent =
+            |heard: &(Option<String>, Instant)| heard.0.is_some() && heard.1.elapsed() >= SILENCE;
+        let heard = lock(&self.heard);
+        let ranks = (0_u32..).zip(&*heard).filter(|(rank, heard)| *rank != own && silent(heard));
+        ranks.map(|(rank, _)| rank).collect()
+    }
+
+    /// Who keeps this rank waiting: those that are silent; else those that have issued fewer
+    /// operations than this one waits for; all others if none says so.
+    fn laggards(&self, least: u64) -> Vec<u32> {
+        let silent = self.silent();
+        if !silent.is_empty() {
+            return silent;
+        }
+        let own = self.host.rank();
+        let issued = |text: &Option<String>| {
+            let number = text.as_deref()?.strip_prefix(REPORT_PREFIX)?.split(' ').next()?;
+            number.parse::<u64>().ok()
         };
         let late: Vec<u32> = (0_u32..)
-            .zip(&reports)
-            .filter(|(rank, report)| *rank != own && progress(report).unwrap_or(0) < least)
+            .zip(&self.control.reports())
+            .filter(|(rank, report)| *rank != own && issued(report).unwrap_or(0) < least)
             .map(|(rank, _)| rank)
             .collect();
         if !late.is_empty() {
@@ -286,12 +325,35 @@ impl World {
         (0..self.host.world()).filter(|&rank| rank != own).collect()
     }
 
+    /// The reason behind an error of NCCL, which sees a connection break before this rank has heard
+    /// whose: the lost peer, if news of one comes soon, else the error itself.
+    pub(super) fn inquest(&self, error: Error) -> Error {
+        let until = Instant::now() + INQUEST;
+        while Instant::now() < until {
+            self.listen();
+            if let Err(error) = self.control.check() {
+                return self.named(error);
+            }
+            if let Some(&rank) = self.silent().first() {
+                return self.named(Error::PeerLost {
+                    rank,
+                    how: "stopped answering".to_owned(),
+                    operation: "operation".to_owned(),
+                    sequence: 0,
+                    unit: "nccl".to_owned(),
+                });
+            }
+            std::thread::sleep(TICK);
+        }
+        error
+    }
+
     /// The watchdog's thread.
     pub(super) fn serve(self: &Arc<Self>) -> std::io::Result<std::thread::JoinHandle<()>> {
         let world = Arc::downgrade(self);
         std::thread::Builder::new().name(format!("gather8-nccl-{}", self.host.rank())).spawn(
             move || {
-                let mut reported = Instant::now();
+                let (mut reported, mut beat) = (Instant::now(), 0_u64);
                 while let Some(world) = world.upgrade() {
                     if world.stop.load(Ordering::Acquire) {
                         return;
@@ -304,7 +366,8 @@ impl World {
                     if reported.elapsed() >= REPORT {
                         reported = Instant::now();
                         let issued = world.issued.load(Ordering::Relaxed);
-                        world.control.report(&format!("{REPORT_PREFIX}{issued}"));
+                        beat += 1;
+                        world.control.report(&format!("{REPORT_PREFIX}{issued} beat {beat}"));
                     }
                     drop(world);
                     std::thread::sleep(TICK);
@@ -319,12 +382,9 @@ impl World {
         if let Err(error) = self.control.check() {
             return Err(self.named(error));
         }
-        for comm in lock(&self.comms).iter() {
-            let mut state = Code::SUCCESS;
-            // SAFETY: a live communicator: the list's lock is held.
-            let code = unsafe { (self.nccl.async_error)(comm.0, &mut state) };
-            self.nccl.check("an operation in flight", comm.0, code)?;
-            self.nccl.check("an operation in flight", comm.0, state)?;
+        self.listen();
+        if let Err(error) = self.look_at_nccl() {
+            return Err(self.inquest(error));
         }
         let mut pending = lock(&self.pending);
         while let Some(oldest) = pending.front_mut() {
@@ -348,6 +408,17 @@ impl World {
                 unit: oldest.unit.clone(),
                 deadline: oldest.deadline,
             });
+        }
+        Ok(())
+    }
+
+    fn look_at_nccl(&self) -> Result<()> {
+        for comm in lock(&self.comms).iter() {
+            let mut state = Code::SUCCESS;
+            // SAFETY: a live communicator: the list's lock is held.
+            let code = unsafe { (self.nccl.async_error)(comm.0, &mut state) };
+            self.nccl.check("an operation in flight", comm.0, code)?;
+            self.nccl.check("an operation in flight", comm.0, state)?;
         }
         Ok(())
     }
