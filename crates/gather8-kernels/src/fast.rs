@@ -1,4 +1,4 @@
-//! The passes as they run: [`simd`](crate::simd) at the widest level that the processor has, the
+//! The passes as they run: [`simd`] at the widest level that the processor has, the
 //! same bits as [`scalar`](crate::scalar), the same arguments.
 
 use crate::format::Format;
