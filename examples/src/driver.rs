@@ -31,11 +31,11 @@ pub trait Driver: Send {
     /// A gradient that is missing, or whatever the runtime refuses.
     fn finish_backward(&mut self) -> Result<()>;
 
-    /// The mean of `value` over all ranks.
+    /// The mean of `value` over all ranks, and whether any of them wants to stop.
     ///
     /// # Errors
     /// A rank that is gone.
-    fn mean(&mut self, value: f64) -> Result<f64>;
+    fn agree(&mut self, value: f64, stop: bool) -> Result<(f64, bool)>;
 
     /// Clips the gradient, updates the weights with this learning rate, and makes them ready for the
     /// next step.

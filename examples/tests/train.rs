@@ -323,3 +323,69 @@ fn faults_break_the_training() {
         assert_ne!(healthy[3], broken[3], "{fault} changed nothing");
     }
 }
+
+/// Starts every rank as a process, as a launcher does.
+fn processes(world: usize, job: &str, arguments: &[&str], out: &Path) -> Vec<std::process::Child> {
+    let start = |rank: usize| {
+        Command::new(program())
+            .args(arguments)
+            .arg("--out")
+            .arg(out)
+            .env("RUST_BACKTRACE", "1")
+            .env("GATHER8_RANK", rank.to_string())
+            .env("GATHER8_WORLD", world.to_string())
+            .env("GATHER8_LOCAL_RANK", rank.to_string())
+            .env("GATHER8_LOCAL_WORLD", world.to_string())
+            .env("GATHER8_JOB", format!("{job}-{}", std::process::id()))
+            .stdout(std::process::Stdio::piped())
+            .stderr(std::process::Stdio::piped())
+            .spawn()
+            .unwrap()
+    };
+    (0..world).map(start).collect()
+}
+
+#[test]
+fn ranks_as_processes_train_as_threads_do() {
+    let folder = tempfile::tempdir().unwrap();
+    let threads = folder.path().join("threads");
+    let more = ["--gather", "float8", "--scaling", "delayed"];
+    tiny(&more, &threads);
+    let out = folder.path().join("processes");
+    // Ranks come from the environment.
+    let arguments: Vec<_> = TINY[..12].iter().chain(&more).copied().collect();
+    for (rank, child) in processes(3, "same", &arguments, &out).into_iter().enumerate() {
+        let output = child.wait_with_output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "rank {rank}: {said}");
+        assert_eq!(output.stdout.is_empty(), rank > 0, "rank 0 alone prints the table");
+        assert!(out.join(format!("float8-delayed/rank-{rank}.log")).exists());
+    }
+    assert_eq!(losses(&threads, "float8-delayed"), losses(&out, "float8-delayed"));
+}
+
+#[test]
+fn a_killed_process_is_named_by_all_others() {
+    let folder = tempfile::tempdir().unwrap();
+    let arguments = [&TINY[2..12], &["--steps", "1000000", "--gather", "float8"]].concat();
+    let mut ranks = processes(3, "killed", &arguments, folder.path());
+    let log = folder.path().join("float8-dynamic/rank-0.log");
+    let training = || std::fs::read_to_string(&log).is_ok_and(|text| text.contains("step done"));
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
+    while !training() {
+        assert!(std::time::Instant::now() < deadline, "the ranks do not train");
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    ranks[1].kill().unwrap();
+    for (rank, child) in ranks.into_iter().enumerate() {
+        let output = child.wait_with_output().unwrap();
+        if rank == 1 {
+            continue;
+        }
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(said.contains(&format!("train: rank {rank}: rank 1 ")), "rank {rank} said: {said}");
+        let log = folder.path().join(format!("float8-dynamic/rank-{rank}.log"));
+        assert!(std::fs::read_to_string(log).unwrap().contains("rank 1 "));
+    }
+}

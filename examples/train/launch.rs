@@ -5,7 +5,6 @@ use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context, Result, anyhow};
-use gather8::collectives::LocalWorld;
 use gather8::kernels::cpu::Cpu;
 use gather8_examples::gpt::{WeightSpec, weights};
 use gather8_examples::text::{MOBY_DICK, Windows};
@@ -18,13 +17,14 @@ use crate::rank::{RankContext, run_rank};
 use crate::report::{Output, Recorder};
 use crate::runtime::Runtime;
 use crate::trace::{Trace, write_run};
+use crate::world::{Group, World};
 
 /// Trains every run of the settings.
 ///
 /// # Errors
 /// A text that is too short or cannot be read, an output folder that cannot be written, and the first
 /// error of any rank.
-pub(crate) fn train(settings: &Settings) -> Result<Vec<Output>> {
+pub(crate) fn train(world: &World, settings: &Settings) -> Result<Vec<Output>> {
     let own = match &settings.text {
         None => None,
         Some(path) => Some(
@@ -35,34 +35,41 @@ pub(crate) fn train(settings: &Settings) -> Result<Vec<Output>> {
     let text = own.as_deref().unwrap_or(MOBY_DICK);
     let windows = Windows::new(text, settings.context, settings.seed)?;
     let specs = weights(&settings.shape());
-    settings.runs.iter().map(|&run| train_once(settings, run, windows, &specs)).collect()
+    let once = |&run| train_once(world, settings, run, windows, &specs).transpose();
+    settings.runs.iter().filter_map(once).collect()
 }
 
+/// One run; its output where rank 0 is.
 fn train_once(
+    world: &World,
     settings: &Settings,
     run: Run,
     windows: Windows<'_>,
     specs: &[WeightSpec],
-) -> Result<Output> {
+) -> Result<Option<Output>> {
     let folder = settings.out.join(run.name());
     std::fs::create_dir_all(&folder)
         .with_context(|| format!("cannot create the output folder {}", folder.display()))?;
-    let mut recorder = Some(Recorder::create(settings, run, &folder)?);
+    let own = world.own();
+    let mut recorder = match own.contains(&0) {
+        true => Some(Recorder::create(settings, run, &folder)?),
+        false => None,
+    };
     let trace = settings.trace.then(Trace::start);
-    let world = LocalWorld::new(u32::try_from(settings.ranks)?);
-    let group = Group { settings, run, specs, world };
+    let training = Training { settings, run, specs, group: world.group(&folder)? };
     // The error that came first is the cause; the others are its consequences.
     let first_error = Mutex::new(None);
 
     let finished = std::thread::scope(|scope| -> Result<Vec<_>> {
         let mut ranks = Vec::new();
-        for rank in 0..settings.ranks {
-            let context = RankContext { rank, settings, windows, recorder: recorder.take() };
-            let subscriber = logs::subscriber(&folder, rank, settings.log, trace.as_ref())?;
-            let (group, first_error) = (&group, &first_error);
+        for rank in own {
+            let (recorder, stop) = (recorder.take(), world.stop());
+            let context = RankContext { rank, settings, windows, recorder, stop };
+            let subscriber = logs::subscriber(&folder, rank, settings, trace.as_ref())?;
+            let (training, first_error) = (&training, &first_error);
             let body = move || {
                 tracing::dispatcher::with_default(&subscriber, || {
-                    group.run(context).unwrap_or_else(|(error, _runtime)| {
+                    training.run(context).unwrap_or_else(|(error, _runtime)| {
                         tracing::error!("{error:#}");
                         let mut first = first_error.lock().unwrap_or_else(PoisonError::into_inner);
                         first.get_or_insert(error);
@@ -81,10 +88,8 @@ fn train_once(
     if let Some(error) = first_error.into_inner().unwrap_or_else(PoisonError::into_inner) {
         return Err(error);
     }
-    let recorder = finished.into_iter().flatten().next();
-    let output = recorder.ok_or_else(|| anyhow!("rank 0 recorded nothing"))?.finish()?;
-    write_run(trace, &folder)?;
-    Ok(output)
+    write_run(trace, &folder, world.trace_number())?;
+    finished.into_iter().flatten().next().map(Recorder::finish).transpose()
 }
 
 /// Writes a file that is there whole or not at all.
@@ -99,14 +104,14 @@ pub(crate) fn write_whole(path: &Path, text: &str) -> Result<()> {
 }
 
 /// What the ranks of a run share.
-struct Group<'a> {
+struct Training<'a> {
     settings: &'a Settings,
     run: Run,
     specs: &'a [WeightSpec],
-    world: LocalWorld,
+    group: Group<'a>,
 }
 
-impl Group<'_> {
+impl Training<'_> {
     /// Trains one rank. An error comes with the runtime, whose end the other ranks notice: the error
     /// is to be kept before.
     fn run(
@@ -122,7 +127,7 @@ impl Group<'_> {
         // What happens before the first step counts with it, so that every span names a step.
         let _span = tracing::error_span!("start", rank, step = 0).entered();
         let cpu = Cpu::new();
-        let communicator = self.world.rank(u32::try_from(rank)?, cpu.clone())?;
+        let communicator = self.group.communicator(rank, cpu.clone())?;
         Runtime::build(self.settings, self.run, self.specs, cpu, communicator)
     }
 }

@@ -1,5 +1,5 @@
-//! Trains a small GPT whose weights travel in float8: ranks as threads of one process, the text of
-//! Moby-Dick, and the loss curves of dynamic and delayed scaling beside those of a BF16 gather.
+//! Trains a small GPT whose weights travel in float8: ranks as threads of one process or as
+//! processes under a launcher, the text of Moby-Dick, and the loss curves of dynamic and delayed scaling beside those of a BF16 gather.
 //!
 //! `cargo run --release --example train` runs all three; `--help` lists every option.
 
@@ -13,36 +13,60 @@ mod rank;
 mod report;
 mod runtime;
 mod trace;
+mod world;
 
 use std::process::ExitCode;
 
 use options::{Request, Settings};
+use rank::Stopped;
+use world::World;
 
 fn main() -> ExitCode {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let request = options::parse(std::env::args_os());
+    let (launch, local) = match world::launch() {
+        Ok(found) => found,
+        Err(error) => return finish("train", Err(error), 1),
+    };
+    let launched = (launch.world > 1).then_some(launch.world as usize);
+    let request = options::parse(std::env::args_os(), launched);
     if let Ok(Request::Run(settings)) = &request
         && std::env::var_os("RAYON_NUM_THREADS").is_none()
     {
         // Ranks share the cores: left alone, every rank's matrix products would start one thread per
         // core.
-        let threads = (cores / settings.ranks).max(1).to_string();
+        let sharing = if launched.is_some() { local } else { settings.ranks };
+        let threads = (cores / sharing.max(1)).max(1).to_string();
         // SAFETY: no other thread runs yet: ranks, the progress bar and rayon's pool start later, and
         // parsing arguments starts none.
         unsafe { std::env::set_var("RAYON_NUM_THREADS", threads) };
     }
+    let name = match launched {
+        Some(_) => format!("train: rank {}", launch.rank),
+        None => "train".to_owned(),
+    };
     match request {
         Ok(Request::Show(text)) => {
             print!("{text}");
             ExitCode::SUCCESS
         }
-        Ok(Request::Run(settings)) => finish(train(&settings), 1),
-        Err(error) => finish(Err(error.error), error.code),
+        Ok(Request::Run(settings)) => match train(launch, &settings) {
+            Err(error) if error.is::<Stopped>() => finish(&name, Err(error), STOPPED),
+            result => finish(&name, result, 1),
+        },
+        Err(error) => finish(&name, Err(error.error), error.code),
     }
 }
 
-fn train(settings: &Settings) -> anyhow::Result<()> {
-    let outputs = launch::train(settings)?;
+/// The exit code of a training that a launcher has stopped.
+const STOPPED: u8 = gather8::collectives::stop::EXIT_CODE as u8;
+
+fn train(launch: gather8::collectives::Launch, settings: &Settings) -> anyhow::Result<()> {
+    let world = World::join(launch, settings)?;
+    let outputs = launch::train(&world, settings)?;
+    if outputs.is_empty() {
+        // Rank 0 is another process, and tells.
+        return Ok(());
+    }
     plot::loss_curves(&settings.out, &outputs)?;
     print!("{}", report::table(&outputs));
     println!("Loss curves: {}", settings.out.join("loss.svg").display());
@@ -50,11 +74,11 @@ fn train(settings: &Settings) -> anyhow::Result<()> {
 }
 
 /// One sentence on stderr, whatever RUST_BACKTRACE says.
-fn finish(result: anyhow::Result<()>, code: u8) -> ExitCode {
+fn finish(name: &str, result: anyhow::Result<()>, code: u8) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("train: {}", format!("{error:#}").replace('\n', " "));
+            eprintln!("{name}: {}", format!("{error:#}").replace('\n', " "));
             ExitCode::from(code)
         }
     }

@@ -9,7 +9,8 @@ use gather8_examples::gpt::Shape;
 use gather8_examples::text::VOCABULARY;
 use serde::{Deserialize, Serialize};
 
-/// Trains a small GPT whose weights travel in float8, ranks as threads of this process.
+/// Trains a small GPT whose weights travel in float8; ranks are threads of this process, or
+/// processes under mpirun, srun or torchrun.
 ///
 /// Without --gather and --scaling it trains three times - weights gathered in BF16, in float8 with
 /// dynamic and with delayed scaling - and draws the three loss curves into one picture.
@@ -17,7 +18,8 @@ use serde::{Deserialize, Serialize};
 #[command(name = "train", version, after_help = AFTER)]
 #[serde(deny_unknown_fields, default, rename_all = "kebab-case")]
 struct Options {
-    /// Ranks: each holds its share of every weight and runs as a thread [default: 4]
+    /// Ranks: each holds its share of every weight and runs as a thread [default: 4, or as many as
+    /// mpirun, srun or torchrun have started]
     #[arg(long, value_name = "N")]
     ranks: Option<usize>,
     /// What travels when a weight is gathered [default: all three runs, as --compare]
@@ -82,6 +84,13 @@ struct Options {
     /// Write trace.json, a Chrome trace with a span per phase and unit, for every run
     #[arg(long)]
     trace: bool,
+    /// What moves the bytes between processes that mpirun, srun or torchrun has started; mpi needs the
+    /// feature of that name [default: tcp]
+    #[arg(long, value_enum)]
+    communicator: Option<Mover>,
+    /// Print what every rank logs at INFO to stderr, not rank 0 alone
+    #[arg(long)]
+    log_all_ranks: bool,
     /// Least important level in rank-N.log: error, warn, info, debug or trace [default: info]
     #[arg(long, value_name = "LEVEL")]
     log: Option<String>,
@@ -98,9 +107,11 @@ struct Options {
 
 const AFTER: &str = "\
 Files: DIR/RUN/metrics.jsonl, DIR/RUN/rank-N.log and with --trace DIR/RUN/trace.json, where RUN is \
-bf16, float8-dynamic or float8-delayed; DIR/loss.svg.
+bf16, float8-dynamic or float8-delayed; DIR/loss.svg. Ranks that are processes (mpirun -n 4 train) \
+write rank-N.log and trace-N.json each, rank 0 the rest.
 RAYON_NUM_THREADS, when not set, becomes cores / ranks, at least 1.
-Exit code: 0; 2 for a wrong command line or configuration; 1 for everything else.";
+Exit code: 0; 2 for a wrong command line or configuration; 143 when the launcher says stop; 1 for \
+everything else.";
 
 /// What travels when a weight is gathered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
@@ -130,6 +141,16 @@ pub(crate) enum Format {
     E4m3,
     /// Largest value 57344.
     E5m2,
+}
+
+/// What moves bytes between processes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Mover {
+    /// Connections between every two ranks.
+    Tcp,
+    /// The MPI that started them.
+    Mpi,
 }
 
 /// A way to break the training.
@@ -212,6 +233,12 @@ pub(crate) struct Settings {
     /// Whether to write a Chrome trace.
     #[serde(skip)]
     pub(crate) trace: bool,
+    /// What moves bytes between processes.
+    #[serde(skip)]
+    pub(crate) communicator: Mover,
+    /// Whether every rank prints its log.
+    #[serde(skip)]
+    pub(crate) log_all_ranks: bool,
     /// Level of the logs.
     #[serde(skip)]
     pub(crate) log: tracing::Level,
@@ -261,11 +288,15 @@ pub(crate) struct Rejected {
     pub(crate) code: u8,
 }
 
-/// Reads the command line and the configuration file that it names.
+/// Reads the command line and the configuration file that it names. `launched` is the number of
+/// ranks that a launcher has started, if one has.
 ///
 /// # Errors
 /// Wrong usage with code 2; a configuration file that cannot be read with code 1.
-pub(crate) fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Request, Rejected> {
+pub(crate) fn parse(
+    arguments: impl IntoIterator<Item = OsString>,
+    launched: Option<usize>,
+) -> Result<Request, Rejected> {
     let usage = |error| Rejected { error, code: 2 };
     let matches = match Options::command().try_get_matches_from(arguments) {
         Ok(matches) => matches,
@@ -282,7 +313,7 @@ pub(crate) fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Req
             read(&text, path).map_err(usage)?
         }
     };
-    settle(given, filed).map(|settings| Request::Run(Box::new(settings))).map_err(usage)
+    settle(given, filed, launched).map(|settings| Request::Run(Box::new(settings))).map_err(usage)
 }
 
 /// clap's message without its usage lines.
@@ -305,15 +336,23 @@ fn read(text: &str, path: &Path) -> Result<Options> {
 }
 
 /// Flags over file over defaults, then checks.
-fn settle(given: Options, filed: Options) -> Result<Settings> {
+fn settle(given: Options, filed: Options, launched: Option<usize>) -> Result<Settings> {
     // A choice of runs on the command line replaces the file's as a whole.
     let chosen = given.compare || given.gather.is_some() || given.scaling.is_some();
     let choice = if chosen { &given } else { &filed };
     let runs = runs(choice.compare, choice.gather, choice.scaling)?;
     let steps = given.steps.or(filed.steps).unwrap_or(500);
     let log = given.log.or(filed.log).unwrap_or_else(|| "info".into());
+    let ranks = given.ranks.or(filed.ranks);
+    let ranks = match (launched, ranks) {
+        (None, ranks) => ranks.unwrap_or(4),
+        (Some(world), Some(ranks)) if ranks != world => {
+            bail!("the launcher has started {world} ranks: leave out --ranks {ranks}")
+        }
+        (Some(world), _) => world,
+    };
     let settings = Settings {
-        ranks: given.ranks.or(filed.ranks).unwrap_or(4),
+        ranks,
         runs,
         format: given.format.or(filed.format).unwrap_or(Format::E4m3),
         history: given.history.or(filed.history).unwrap_or(16),
@@ -335,6 +374,8 @@ fn settle(given: Options, filed: Options) -> Result<Settings> {
         log: log
             .parse()
             .map_err(|_| anyhow!("--log must be error, warn, info, debug or trace, not {log:?}"))?,
+        communicator: given.communicator.or(filed.communicator).unwrap_or(Mover::Tcp),
+        log_all_ranks: given.log_all_ranks || filed.log_all_ranks,
         inject_fault: given.inject_fault.or(filed.inject_fault),
     };
     check(&settings)?;

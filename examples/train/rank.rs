@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Result, bail};
+use gather8::collectives::stop::{FAREWELL, Stop};
 use gather8_examples::driver::Driver;
 use gather8_examples::gpt::Gpt;
 use gather8_examples::text::{Windows, share};
@@ -22,7 +23,21 @@ pub(crate) struct RankContext<'a> {
     pub(crate) windows: Windows<'a>,
     /// Takes every step's figures, on rank 0.
     pub(crate) recorder: Option<Recorder>,
+    /// Whether the launcher wants an end.
+    pub(crate) stop: Stop,
 }
+
+/// The launcher wanted an end: the step was finished, and what was recorded is kept.
+#[derive(Debug)]
+pub(crate) struct Stopped;
+
+impl std::fmt::Display for Stopped {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(FAREWELL)
+    }
+}
+
+impl std::error::Error for Stopped {}
 
 /// Trains to the end; returns the recorder that it was given.
 ///
@@ -33,7 +48,7 @@ pub(crate) fn run_rank(
     weights: Arc<dyn Weights>,
     driver: &mut dyn Driver,
 ) -> Result<Option<Recorder>> {
-    let RankContext { rank, settings, windows, mut recorder } = context;
+    let RankContext { rank, settings, windows, mut recorder, stop } = context;
     let model = Gpt::new(settings.shape(), weights)?;
     let tokens = (settings.batch * settings.context) as f64;
     let parts = settings.microbatches * settings.ranks;
@@ -53,7 +68,8 @@ pub(crate) fn run_rank(
             driver.finish_backward()?;
         }
         let lr = settings.learning_rate(step);
-        let loss = driver.mean(local / settings.microbatches as f64)?;
+        let local = local / settings.microbatches as f64;
+        let (loss, stopping) = driver.agree(local, stop.requested())?;
         if !loss.is_finite() {
             bail!("the loss is {loss} at step {step}: lower --lr, which is {}", settings.lr);
         }
@@ -76,6 +92,10 @@ pub(crate) fn run_rank(
         tracing::info!(loss, lr, grad_norm = record.grad_norm, "step done");
         if let Some(recorder) = &mut recorder {
             recorder.step(record)?;
+        }
+        if stopping {
+            recorder.map(Recorder::finish).transpose()?;
+            return Err(Stopped.into());
         }
     }
     Ok(recorder)

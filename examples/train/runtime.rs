@@ -147,7 +147,7 @@ impl Driver for Runtime {
         Ok(self.fsdp.finish_backward()?)
     }
 
-    fn mean(&mut self, value: f64) -> Result<f64> {
+    fn agree(&mut self, value: f64, stop: bool) -> Result<(f64, bool)> {
         let op = Op {
             sequence: self.exchanges,
             name: "exchange",
@@ -155,11 +155,18 @@ impl Driver for Runtime {
             deadline: Duration::from_secs_f64(DEADLINE),
         };
         self.exchanges += 1;
-        let values = self.communicator.exchange(op, &value.to_le_bytes())?;
-        let numbers = values
-            .iter()
-            .filter_map(|bytes| Some(f64::from_le_bytes(bytes.as_slice().try_into().ok()?)));
-        Ok(numbers.sum::<f64>() / values.len() as f64)
+        let mut message = value.to_le_bytes().to_vec();
+        message.push(u8::from(stop));
+        let (mut sum, mut stopping) = (0.0, false);
+        let all = self.communicator.exchange(op, &message)?;
+        for (rank, said) in all.iter().enumerate() {
+            let Some((value, [stop])) = said.split_first_chunk::<8>() else {
+                return Err(anyhow!("rank {rank} sent {} bytes as its loss, not 9", said.len()));
+            };
+            sum += f64::from_le_bytes(*value);
+            stopping |= *stop != 0;
+        }
+        Ok((sum / all.len() as f64, stopping))
     }
 
     fn step(&mut self, learning_rate: f64) -> Result<StepStats> {

@@ -142,10 +142,16 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for TraceLayer {
     }
 }
 
-/// Names the file in an error.
-pub(crate) fn write_run(trace: Option<Arc<Trace>>, folder: &Path) -> Result<()> {
-    match trace {
-        Some(trace) => trace.write(&folder.join("trace.json")).context("the trace is lost"),
-        None => Ok(()),
-    }
+/// Writes a run's trace, if there is one: `trace.json`, or with a number if ranks are processes.
+pub(crate) fn write_run(
+    trace: Option<Arc<Trace>>,
+    folder: &Path,
+    number: Option<u32>,
+) -> Result<()> {
+    let Some(trace) = trace else { return Ok(()) };
+    let name = match number {
+        Some(number) => format!("trace-{number}.json"),
+        None => "trace.json".to_owned(),
+    };
+    trace.write(&folder.join(name)).context("the trace is lost")
 }
