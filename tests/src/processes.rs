@@ -2,18 +2,22 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::{Child, Command, ExitCode, Stdio};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
+use gather8::Fsdp;
 use gather8_collectives::{Communicator, JoinOptions, Launch, Op, TcpWorld};
 use gather8_kernels::Backend;
 use gather8_kernels::cpu::Cpu;
 
-use crate::{Context, cases};
+use crate::model::{Mlp, initial};
+use crate::{Case, Context, cases, threads};
 
 /// Worlds that are started when no launcher has.
 const WORLDS: [u32; 3] = [1, 2, 4];
+/// How long ranks may wait for each other's next case over MPI.
+#[cfg(feature = "mpi")]
+const CONNECT: Duration = Duration::from_secs(60);
 /// How long one world may take over all cases.
 const PATIENCE: Duration = Duration::from_secs(600);
 
@@ -86,7 +90,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     match args.transport.as_str() {
         "tcp" => {
             let verdicts = tcp()?.communicator(Cpu::new());
-            rank(args, &launch, &*verdicts, &mut || {
+            rank(args, &launch, &*verdicts, &ON_CPU, &mut || {
                 let backend = Cpu::new();
                 let communicator = tcp()?.communicator(backend.clone());
                 Ok(Context { backend, communicator })
@@ -95,7 +99,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         #[cfg(feature = "cuda")]
         "nccl" => {
             let verdicts = tcp()?.communicator(Cpu::new());
-            rank(args, &launch, &*verdicts, &mut || gpu(&launch, &tcp()?))
+            rank(args, &launch, &*verdicts, &[], &mut || gpu(&launch, &tcp()?))
         }
         #[cfg(feature = "mpi")]
         "mpi" => {
@@ -108,10 +112,10 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
                 launch.rank,
                 launch.world
             );
-            let verdicts = mpi.connect()?.communicator(Cpu::new());
-            rank(args, &launch, &*verdicts, &mut || {
+            let verdicts = mpi.connect(CONNECT)?.communicator(Cpu::new());
+            rank(args, &launch, &*verdicts, &ON_CPU, &mut || {
                 let backend = Cpu::new();
-                let communicator = mpi.connect()?.communicator(backend.clone());
+                let communicator = mpi.connect(CONNECT)?.communicator(backend.clone());
                 Ok(Context { backend, communicator })
             })
         }
@@ -124,11 +128,12 @@ fn rank<B: Backend>(
     args: &Args,
     launch: &Launch,
     verdicts: &dyn Communicator<Cpu>,
+    more: &[(&'static str, Case<B>)],
     fresh: &mut Fresh<'_, B>,
 ) -> anyhow::Result<ExitCode> {
     let loud = launch.rank == 0;
     let (mut passed, mut failed) = (0, 0);
-    for (name, case) in cases::all::<B>() {
+    for (name, case) in cases::all::<B>().into_iter().chain(more.iter().copied()) {
         if args.transport == "nccl" && HOST_ONLY.contains(&name) {
             continue;
         }
@@ -183,6 +188,8 @@ pub fn gpu(
     launch: &Launch,
     tcp: &TcpWorld,
 ) -> anyhow::Result<Context<gather8_kernels::cuda::Cuda>> {
+    use std::sync::Arc;
+
     use gather8_collectives::{NcclOptions, NcclWorld, Solo};
     use gather8_kernels::cuda::{Cuda, probe};
     let devices = probe()?.devices.len() as u32;
@@ -196,6 +203,39 @@ pub fn gpu(
         NcclWorld::join(backend.clone(), tcp.communicator(Cpu::new()), tcp.control(), &options)?
     };
     Ok(Context { backend, communicator })
+}
+
+/// Cases for ranks that are processes on the CPU.
+const ON_CPU: [(&str, Case<Cpu>); 1] =
+    [("the_same_state_as_between_threads", the_same_state_as_between_threads)];
+
+/// Losses and masters of a short training, as bits.
+fn trained(cx: &Context<Cpu>) -> anyhow::Result<Vec<u32>> {
+    let model = Mlp::uneven();
+    let fsdp = Fsdp::builder(cx.config(), cx.backend.clone(), cx.communicator.clone())
+        .units(model.units())
+        .build(|spec, rows| anyhow::Ok(initial(spec, rows)))?;
+    let mut bits = Vec::new();
+    for step in 0..5 {
+        let example = model.example(step * u64::from(cx.world()) + u64::from(cx.rank()));
+        bits.push(model.train(&fsdp, &[example])?.to_bits());
+        fsdp.step()?;
+        fsdp.sync()?;
+    }
+    for spec in fsdp.weights() {
+        bits.extend(fsdp.master(fsdp.weight_id(&spec.name)?)?.into_iter().map(f32::to_bits));
+    }
+    Ok(bits)
+}
+
+/// The same training with ranks as threads ends in the same state, bit for bit: sums are in rank
+/// order everywhere.
+fn the_same_state_as_between_threads(cx: &Context<Cpu>) -> anyhow::Result<()> {
+    let here = trained(cx)?;
+    let there = threads::ranks(cx.world(), trained);
+    let there = there.into_iter().nth(cx.rank() as usize).context("as many ranks")??;
+    ensure!(here == there, "other losses or masters");
+    Ok(())
 }
 
 fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {

@@ -1,6 +1,6 @@
 //! Ranks that train over TCP, of which one is killed or stopped at a random point: every survivor
 //! names it within the deadline and two seconds. `--times 50` tries often; `--gpu` trains on GPUs
-//! over NCCL (feature `cuda`).
+//! over NCCL (feature `cuda`). And all ranks are told to stop: they do so after the same step.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -11,11 +11,13 @@
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context as _, ensure};
 use gather8::{Config, Fsdp};
-use gather8_collectives::{JoinOptions, Launch, TcpWorld};
+use gather8_collectives::stop::{EXIT_CODE, FAREWELL, Stop};
+use gather8_collectives::{JoinOptions, Launch, Op, TcpWorld};
 use gather8_conformance::Context;
 use gather8_conformance::model::{Mlp, initial};
 use gather8_conformance::processes::Children;
@@ -55,14 +57,26 @@ fn main() -> ExitCode {
 fn train(folder: &Path) -> anyhow::Result<()> {
     let launch = Launch::from_env()?;
     let rank = launch.rank;
-    let error = train_until_it_fails(&launch, folder).err().context("training came to an end")?;
-    let blamed = error.downcast_ref::<gather8::Error>().and_then(gather8::Error::blamed_rank);
+    let result = |text: &str| std::fs::write(folder.join(format!("{rank}.result")), text);
+    let error = match train_until_it_fails(&launch, folder) {
+        Ok(step) => {
+            result(&format!("{FAREWELL}\nafter step {step}\n"))?;
+            std::process::exit(EXIT_CODE);
+        }
+        Err(error) => error,
+    };
+    let of_runtime = error.downcast_ref::<gather8::Error>().and_then(gather8::Error::blamed_rank);
+    let of_exchange = error
+        .downcast_ref::<gather8_collectives::Error>()
+        .and_then(gather8_collectives::Error::blamed_rank);
+    let blamed = of_runtime.or(of_exchange);
     let blamed = blamed.map_or("nobody".to_owned(), |rank| rank.to_string());
-    std::fs::write(folder.join(format!("{rank}.result")), format!("{blamed}\n{error:#}\n"))?;
+    result(&format!("{blamed}\n{error:#}\n"))?;
     Err(error)
 }
 
-fn train_until_it_fails(launch: &Launch, folder: &Path) -> anyhow::Result<()> {
+/// The step after which all ranks stop, once one is told to.
+fn train_until_it_fails(launch: &Launch, folder: &Path) -> anyhow::Result<u64> {
     let tcp = TcpWorld::join(launch, &JoinOptions::from_env()?)?;
     #[cfg(feature = "cuda")]
     if std::env::var_os(GPU).is_some() {
@@ -73,7 +87,14 @@ fn train_until_it_fails(launch: &Launch, folder: &Path) -> anyhow::Result<()> {
     train_on(launch, folder, Context { backend: cpu, communicator })
 }
 
-fn train_on<B: Backend>(launch: &Launch, folder: &Path, cx: Context<B>) -> anyhow::Result<()> {
+fn train_on<B: Backend>(launch: &Launch, folder: &Path, cx: Context<B>) -> anyhow::Result<u64> {
+    let communicator = Arc::clone(&cx.communicator);
+    let (weak, file) =
+        (Arc::downgrade(&communicator), folder.join(format!("{}.result", launch.rank)));
+    let stop = Stop::on_sigterm(
+        move || weak.upgrade().map_or(Ok(()), |communicator| communicator.check()),
+        move |sentence| drop(std::fs::write(file, sentence)),
+    )?;
     let mut config = Config::default();
     config.deadline.0 = DEADLINE;
     let model = Mlp { dims: vec![64, 96, 64, 16], frozen_first: false };
@@ -90,8 +111,18 @@ fn train_on<B: Backend>(launch: &Launch, folder: &Path, cx: Context<B>) -> anyho
         if step == 3 {
             std::fs::write(folder.join(format!("{}.ready", launch.rank)), "")?;
         }
+        let op = Op {
+            sequence: step,
+            name: "exchange",
+            unit: "stop",
+            deadline: Duration::from_secs_f64(DEADLINE),
+        };
+        let stops = communicator.exchange(op, &[u8::from(stop.requested())])?;
+        if stops.iter().any(|stop| *stop == [1]) {
+            return Ok(step);
+        }
     }
-    Ok(())
+    Ok(0)
 }
 
 /// SplitMix64.
@@ -106,6 +137,7 @@ fn random(state: &mut u64) -> u64 {
 fn strike(times: u64, gpu: bool) -> anyhow::Result<()> {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH)?;
     let mut state = now.as_nanos() as u64;
+    tell_to_stop(gpu)?;
     let mut slowest = [Duration::ZERO; 2];
     for time in 0..times {
         let seed = state;
@@ -124,16 +156,32 @@ fn strike(times: u64, gpu: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn strike_once(
-    time: u64,
-    victim: u32,
-    pause: Duration,
-    signal: &str,
-    gpu: bool,
-) -> anyhow::Result<Duration> {
+/// Every rank gets SIGTERM, as mpirun sends it: all end after the same step, with its code.
+fn tell_to_stop(gpu: bool) -> anyhow::Result<()> {
+    let (folder, mut children) = start(u64::MAX, gpu)?;
+    for rank in 0..WORLD {
+        let process = children.process(rank).to_string();
+        let killed = Command::new("kill").args(["-TERM", &process]).status()?;
+        ensure!(killed.success(), "kill {process}");
+        std::thread::sleep(Duration::from_millis(7));
+    }
+    let codes = children.wait(Duration::from_secs(20))?;
+    let read = |rank| std::fs::read_to_string(folder.join(format!("{rank}.result")));
+    let results = (0..WORLD).map(read).collect::<Result<Vec<_>, _>>()?;
+    ensure!(codes.iter().all(|code| *code == Some(EXIT_CODE)), "codes {codes:?}: {results:?}");
+    ensure!(
+        results.iter().all(|text| *text == results[0] && text.starts_with(FAREWELL)),
+        "the ranks say {results:?}"
+    );
+    std::fs::remove_dir_all(&folder)?;
+    Ok(())
+}
+
+/// Starts a world and waits until it trains.
+fn start(time: u64, gpu: bool) -> anyhow::Result<(PathBuf, Children)> {
     let folder = scratch(time)?;
     let job = format!("faults-{}-{time}", std::process::id());
-    let mut children = Children::start(WORLD, &job, &[], |_, command| {
+    let children = Children::start(WORLD, &job, &[], |_, command| {
         command.env(FOLDER, &folder).stdout(Stdio::null()).stderr(Stdio::null());
         if gpu {
             command.env(GPU, "1");
@@ -142,6 +190,17 @@ fn strike_once(
     wait_until(Duration::from_secs(60), "the ranks train", || {
         Ok((0..WORLD).all(|rank| folder.join(format!("{rank}.ready")).exists()))
     })?;
+    Ok((folder, children))
+}
+
+fn strike_once(
+    time: u64,
+    victim: u32,
+    pause: Duration,
+    signal: &str,
+    gpu: bool,
+) -> anyhow::Result<Duration> {
+    let (folder, mut children) = start(time, gpu)?;
     std::thread::sleep(pause);
     let process = children.process(victim).to_string();
     ensure!(Command::new("kill").args([signal, &process]).status()?.success(), "kill {process}");

@@ -104,6 +104,6 @@ impl Drop for HostControl {
         if std::thread::panicking() {
             self.seat.fail(Cause::Lost { rank: self.seat.rank(), how: "panicked".to_owned() });
         }
-        self.seat.leave(self.rounds.load(Ordering::Relaxed), "left");
+        self.seat.leave(self.rounds.load(Ordering::Relaxed), true, "left");
     }
 }

@@ -198,6 +198,28 @@ impl Launch {
         self.local_world == Some(self.world)
     }
 
+    /// Which of the `visible` devices this rank uses: the only one, else the one of its local rank.
+    /// With `share`, ranks beyond the last device start again from the first.
+    ///
+    /// # Errors
+    /// [`Error::Launch`] if no device is visible, if there is none for this rank, or if there are
+    /// several and the launcher has not said which local rank this is.
+    pub fn device(&self, visible: u32, share: bool) -> Result<u32> {
+        match (visible, self.local_rank) {
+            (0, _) => Err(launch_error("no device is visible".to_owned())),
+            (1, _) => Ok(0),
+            (_, Some(local)) if local < visible => Ok(local),
+            (_, Some(local)) if share => Ok(local % visible),
+            (_, Some(local)) => Err(launch_error(format!(
+                "local rank {local} has no device among {visible}: start fewer ranks per host, or let them share"
+            ))),
+            (_, None) => Err(launch_error(format!(
+                "{visible} devices are visible and {} give no local rank: set GATHER8_LOCAL_RANK, or make one device visible to each rank",
+                self.family
+            ))),
+        }
+    }
+
     /// What was found, in one line.
     pub fn said(&self) -> String {
         match self.family {
@@ -604,6 +626,21 @@ mod tests {
         );
         // Empty is not set.
         assert_eq!(discover(&[("RANK", ""), ("WORLD_SIZE", " ")]).unwrap().family, Family::Alone);
+    }
+
+    #[test]
+    fn each_rank_has_a_device_or_an_error() {
+        let mut launch = Launch::explicit(5, 8, "job").unwrap();
+        assert_eq!(launch.device(1, false).unwrap(), 0);
+        assert_eq!(launch.device(8, false).unwrap(), 5);
+        assert_eq!(launch.device(4, true).unwrap(), 1);
+        let text =
+            |launch: &Launch, visible| launch.device(visible, false).unwrap_err().to_string();
+        assert!(text(&launch, 4).contains("local rank 5 has no device among 4"));
+        assert_eq!(text(&launch, 0), "launch: no device is visible");
+        launch.local_rank = None;
+        assert!(text(&launch, 2).contains("set GATHER8_LOCAL_RANK"));
+        assert_eq!(launch.device(1, false).unwrap(), 0);
     }
 
     #[test]

@@ -82,7 +82,7 @@ impl Link for SharedBoard {
 
     fn announce(&self, _: &Cause) {}
 
-    fn leave(&self, _: u64, _: &[u32], _: u32, _: u64, _: &str) {}
+    fn leave(&self, _: u64, _: &[u32], _: u32, _: u64, _: bool, _: &str) {}
 
     fn report(&self, _: &str) {}
 

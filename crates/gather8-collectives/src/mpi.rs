@@ -9,6 +9,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use ::mpi::Threading;
 use ::mpi::environment::Universe;
@@ -71,12 +72,15 @@ impl Mpi {
     }
 
     /// A family of communicators of all ranks. Every rank calls it as often as the others; all
-    /// wait for each other here, without a deadline.
+    /// wait for each other here.
     ///
     /// # Errors
-    /// [`Error::Mpi`].
-    pub fn connect(&self) -> Result<MpiWorld> {
-        let comm = requests::Channel::duplicate(self.world.as_raw(), self.rank, self.ranks)?;
+    /// [`Error::Mpi`] if the others do not call it within the deadline.
+    pub fn connect(&self, deadline: Duration) -> Result<MpiWorld> {
+        let deadline = deadline.min(Duration::from_secs(365 * 24 * 3600));
+        let comm =
+            requests::Channel::duplicate(self.world.as_raw(), self.rank, self.ranks, deadline)
+                .inspect_err(|_| self.broken.store(true, Ordering::Release))?;
         let board = Arc::new(Board::new(false));
         let answers = Arc::default();
         let inbox =

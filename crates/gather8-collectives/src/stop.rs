@@ -2,7 +2,11 @@
 //!
 //! mpirun sends SIGTERM to the survivors about a second after a rank has died. A rank that is told
 //! to stop therefore looks for a moment whether a peer is lost, and says so; a healthy one finishes
-//! what it is doing.
+//! its step.
+//!
+//! The signal reaches ranks at different moments. A trainer whose ranks shall all stop after the
+//! same step puts [`Stop::requested`] into a message that they exchange in every step (with the
+//! loss, say), and stops after a step in which any rank had it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -29,6 +33,8 @@ impl Stop {
     /// whether a peer is lost. If one is, `last_words` gets the sentence (to write it where it
     /// belongs) and the process ends with [`EXIT_CODE`]; else the program goes on, finishes its
     /// step and ends by itself, with [`FAREWELL`] and the same code.
+    ///
+    /// The thread lives as long as the process: let `check` hold the communicator weakly.
     ///
     /// # Errors
     /// [`Error::Usage`] if the system does not let the process watch.

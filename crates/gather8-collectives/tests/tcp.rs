@@ -176,6 +176,32 @@ fn a_late_rank_is_named_by_those_who_wait_for_those_who_wait() {
 }
 
 #[test]
+fn ranks_whose_time_is_up_together_do_not_blame_each_other() {
+    // Rank 0 is late. Rank 1 waits for rank 2 in a pair; rank 2, as all others, for ranks 0 and 1.
+    // Every time is up at once, and only rank 0 waits for nobody.
+    let results = on_ranks(4, |_tcp, r| {
+        let next = r.comm.split(Some(u32::from(r.rank == 1 || r.rank == 2)), 0).unwrap().unwrap();
+        let deadline = Duration::from_millis(500);
+        let error = match r.rank {
+            0 => {
+                thread::sleep(Duration::from_millis(1800));
+                r.comm.barrier(op(0, "barrier"))
+            }
+            1 => next.barrier(within(0, "barrier", deadline)),
+            _ => r.comm.barrier(within(0, "barrier", deadline)),
+        };
+        error.unwrap_err()
+    });
+    for (rank, result) in results.into_iter().enumerate() {
+        let error = result.unwrap();
+        assert!(
+            matches!(&error, Error::Deadline { ranks, .. } if ranks == &[0]),
+            "rank {rank}: {error}"
+        );
+    }
+}
+
+#[test]
 fn control_reports_vetoes_and_announces() {
     let results = on_ranks(3, |tcp, r| {
         let control = tcp.control();
@@ -189,6 +215,8 @@ fn control_reports_vetoes_and_announces() {
         let error = control.veto(op(1, "save"), objection.as_deref()).unwrap_err();
         assert_eq!(error.to_string(), "rank 1 objects: no disk on 1");
         control.check().unwrap();
+        // Nobody announces before all have looked.
+        control.veto(op(2, "save"), None).unwrap();
         if r.rank == 2 {
             control.announce("the loss is NaN");
         }
@@ -253,6 +281,12 @@ fn another_world_size_is_named_on_both_sides() {
     assert_eq!(texts[1], format!("rendezvous: {reason}"));
 }
 
+/// This process's resident memory in bytes.
+fn resident() -> u64 {
+    let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
+    pages.split(' ').nth(1).unwrap().parse::<u64>().unwrap() * 4096
+}
+
 /// What strangers do to an address until told to stop; how many connections they made.
 fn besiege(address: SocketAddr, done: &AtomicBool) -> usize {
     let garbage: &[&[u8]] = &[
@@ -314,6 +348,7 @@ fn strangers_do_not_get_in_and_do_not_keep_anybody_out() {
         launch
     };
     let done = AtomicBool::new(false);
+    let before = resident();
     thread::scope(|scope| {
         let strangers = (0..4).map(|_| scope.spawn(|| besiege(address, &done))).collect::<Vec<_>>();
         let ranks = (0..4)
@@ -336,6 +371,9 @@ fn strangers_do_not_get_in_and_do_not_keep_anybody_out() {
         done.store(true, Ordering::Relaxed);
         let made = strangers.into_iter().map(|s| s.join().unwrap()).sum::<usize>();
         assert!(made >= 1000, "only {made} hostile connections");
+        // The other tests of this file run at the same time.
+        let grown = resident().saturating_sub(before);
+        assert!(grown < 64 << 20, "{made} connections, {grown} bytes more memory");
     });
 }
 

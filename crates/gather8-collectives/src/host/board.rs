@@ -4,6 +4,7 @@
 //! A board knows one family of groups (a world and what was split from it). The first failure in
 //! any group fails the family: a rank that is lost to one group is lost to training.
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -89,11 +90,24 @@ pub(crate) enum Outcome {
     Overdue(Vec<u32>),
 }
 
-/// A member that will issue nothing more on a group's streams beyond `issued` operations.
+/// A member that will contribute nothing more to a group, from some operation on.
 #[derive(Debug)]
 struct Leaving {
+    /// Operations on streams that it still takes part in.
     issued: u64,
+    /// Whether its host is gone too, not only an operation of a stream.
+    host: bool,
     how: String,
+}
+
+impl Leaving {
+    /// Whether it will never come to this place.
+    fn skips(&self, place: Place) -> bool {
+        match place.lane {
+            Lane::Stream => place.index >= self.issued,
+            Lane::Host | Lane::Inquest => self.host,
+        }
+    }
 }
 
 #[derive(Default)]
@@ -146,27 +160,29 @@ impl Board {
         self.changed.notify_all();
     }
 
+    /// Says that a rank waits at a place, until the result is dropped. That is longer than one
+    /// [`wait`](Self::wait): a rank that asks around whom to blame still waits, and is not to be
+    /// blamed by another that asks at the same time.
+    pub(crate) fn waiting(&self, place: Place, rank: u32, members: &[u32]) -> Waiting<'_> {
+        let waits = (place, members.to_vec());
+        self.lock().waiting.entry(rank).or_default().push(waits);
+        Waiting { board: self, place, rank }
+    }
+
     /// Waits for the contribution of every member. Never longer than until `until`.
-    pub(crate) fn wait(&self, place: Place, rank: u32, members: &[u32], until: Instant) -> Outcome {
+    pub(crate) fn wait(&self, place: Place, members: &[u32], until: Instant) -> Outcome {
         let mut state = self.lock();
-        state.waiting.entry(rank).or_default().push((place, members.to_vec()));
-        let outcome = loop {
+        loop {
             if let Some(outcome) = self.look(&mut state, place, members) {
-                break outcome;
+                return outcome;
             }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                break Outcome::Overdue(missing(&state, place, members));
+                return Outcome::Overdue(missing(&state, place, members));
             }
-            state =
-                self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
-        };
-        if let Some(waits) = state.waiting.get_mut(&rank)
-            && let Some(at) = waits.iter().position(|(other, _)| *other == place)
-        {
-            waits.swap_remove(at);
+            let waited = self.changed.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
-        outcome
     }
 
     fn look(&self, state: &mut State, place: Place, members: &[u32]) -> Option<Outcome> {
@@ -182,7 +198,7 @@ impl Board {
         missing(state, place, members).into_iter().find_map(|rank| {
             let left = group.and_then(|group| group.leaving.get(&rank));
             let how = match left {
-                Some(left) if place.lane != Lane::Stream || place.index >= left.issued => &left.how,
+                Some(left) if left.skips(place) => &left.how,
                 _ => state.ended.get(&rank)?,
             };
             Some(Outcome::Gone { rank, how: how.clone() })
@@ -204,14 +220,23 @@ impl Board {
         Some(messages)
     }
 
-    /// Fails the family unless it has failed already; the cause that stands, and whether it is new.
-    pub(crate) fn fail(&self, cause: Cause) -> (Cause, bool) {
+    /// Fails the family unless it has failed already; returns the cause that stands. A new cause is
+    /// announced before anybody here can learn of it: what a thread of this rank says because of
+    /// the failure must not reach the others before its reason. `announce` must not wait, nor touch
+    /// the board.
+    pub(crate) fn fail(&self, cause: Cause, announce: impl FnOnce(&Cause)) -> Cause {
         let mut state = self.lock();
-        let new = state.failure.is_none();
-        let standing = state.failure.get_or_insert(cause).clone();
+        let standing = match &state.failure {
+            Some(standing) => standing.clone(),
+            None => {
+                announce(&cause);
+                state.failure = Some(cause.clone());
+                cause
+            }
+        };
         drop(state);
         self.changed.notify_all();
-        (standing, new)
+        standing
     }
 
     /// What the family failed with, if it has.
@@ -219,15 +244,22 @@ impl Board {
         self.lock().failure.clone()
     }
 
-    /// A member leaves a group: operations from the `issued`-th on will never have its part. The
-    /// smallest count stands.
-    pub(crate) fn leave(&self, group: u64, rank: u32, issued: u64, how: &str) {
+    /// A member leaves a group: operations on streams from the `issued`-th on will never have its
+    /// part, nor will those of the hosts if `host`. The smallest count stands, with its reason.
+    pub(crate) fn leave(&self, group: u64, rank: u32, issued: u64, host: bool, how: &str) {
         let mut state = self.lock();
         let group = state.groups.entry(group).or_default();
-        let leaving =
-            group.leaving.entry(rank).or_insert_with(|| Leaving { issued, how: how.to_owned() });
-        if issued < leaving.issued {
-            *leaving = Leaving { issued, how: how.to_owned() };
+        let new = Leaving { issued, host, how: how.to_owned() };
+        match group.leaving.entry(rank) {
+            Entry::Vacant(place) => drop(place.insert(new)),
+            Entry::Occupied(mut place) => {
+                let old = place.get_mut();
+                let host = old.host || host;
+                if issued < old.issued {
+                    *old = new;
+                }
+                old.host = host;
+            }
         }
         drop(state);
         self.changed.notify_all();
@@ -261,6 +293,23 @@ impl Board {
         ranks.sort_unstable();
         ranks.dedup();
         ranks
+    }
+}
+
+/// See [`Board::waiting`].
+pub(crate) struct Waiting<'a> {
+    board: &'a Board,
+    place: Place,
+    rank: u32,
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        let mut state = self.board.lock();
+        let Some(waits) = state.waiting.get_mut(&self.rank) else { return };
+        if let Some(at) = waits.iter().position(|(place, _)| *place == self.place) {
+            waits.swap_remove(at);
+        }
     }
 }
 

@@ -370,7 +370,7 @@ impl Drop for HostGroup {
         if std::thread::panicking() {
             self.seat.fail(Cause::Lost { rank: self.seat.rank(), how: "panicked".to_owned() });
         }
-        self.seat.leave(self.issued.load(Ordering::Relaxed), "left");
+        self.seat.leave(self.issued.load(Ordering::Relaxed), true, "left");
     }
 }
 

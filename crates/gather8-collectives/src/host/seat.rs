@@ -26,8 +26,8 @@ pub(crate) trait Link: Send + Sync {
     fn send(&self, place: Place, members: &[u32], rank: u32, message: &Arc<Message>);
     /// Tells every rank of the family why it has failed.
     fn announce(&self, cause: &Cause);
-    /// Tells the members that this rank issues nothing from the `issued`-th operation on.
-    fn leave(&self, group: u64, members: &[u32], rank: u32, issued: u64, how: &str);
+    /// Tells the members what [`Seat::leave`] says.
+    fn leave(&self, group: u64, members: &[u32], rank: u32, issued: u64, host: bool, how: &str);
     /// Tells the other ranks how this one is.
     fn report(&self, text: &str);
     /// Whom these ranks wait for, as far as they say so by `until`; those that wait for nobody are
@@ -70,11 +70,12 @@ impl Seat {
         self.board.post(place, self.rank(), Arc::clone(&message));
         self.link.send(place, &self.members, self.rank(), &message);
 
-        let mut outcome = self.board.wait(place, self.rank(), &self.members, until);
+        let _waiting = self.board.waiting(place, self.rank(), &self.members);
+        let mut outcome = self.board.wait(place, &self.members, until);
         if let Outcome::Overdue(missing) = outcome {
             let ranks = self.culprits(missing);
             // Someone may have come while the others were asked.
-            outcome = match self.board.wait(place, self.rank(), &self.members, Instant::now()) {
+            outcome = match self.board.wait(place, &self.members, Instant::now()) {
                 Outcome::Overdue(_) => Outcome::Overdue(ranks),
                 other => other,
             };
@@ -117,18 +118,17 @@ impl Seat {
 
     /// Fails the family, everywhere; returns the cause that stands.
     pub(crate) fn fail(&self, cause: Cause) -> Cause {
-        let (standing, new) = self.board.fail(cause);
-        if new {
-            tracing::warn!(rank = self.rank(), cause = ?standing, "the ranks' communication has failed");
-            self.link.announce(&standing);
-        }
-        standing
+        self.board.fail(cause, |new| {
+            tracing::debug!(rank = self.rank(), cause = ?new, "the ranks' communication has failed");
+            self.link.announce(new);
+        })
     }
 
-    /// This rank stops issuing on the group's streams, with the `issued`-th operation.
-    pub(crate) fn leave(&self, issued: u64, how: &str) {
-        self.board.leave(self.group, self.rank(), issued, how);
-        self.link.leave(self.group, &self.members, self.rank(), issued, how);
+    /// This rank contributes nothing more to the group: on streams from the `issued`-th operation
+    /// on, and if `host` not from its host either.
+    pub(crate) fn leave(&self, issued: u64, host: bool, how: &str) {
+        self.board.leave(self.group, self.rank(), issued, host, how);
+        self.link.leave(self.group, &self.members, self.rank(), issued, host, how);
     }
 
     /// The failure, as the error of this operation.
@@ -169,7 +169,7 @@ impl Ticket {
 impl Drop for Ticket {
     fn drop(&mut self) {
         if !self.performed.load(Ordering::Relaxed) {
-            self.seat.leave(self.index, "stopped because an earlier operation failed there");
+            self.seat.leave(self.index, false, "stopped because an earlier operation failed there");
         }
     }
 }

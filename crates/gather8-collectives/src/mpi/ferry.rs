@@ -183,8 +183,10 @@ impl Crossing {
     }
 
     fn take(&mut self, from: u32, bytes: Vec<u8>) -> Result<()> {
+        // This thread sends everything, so nothing of this rank's overtakes the news.
+        let mut news = None;
         let taken = match wire::parse(bytes) {
-            Some((head, payload)) => self.inbox.take(from, head, payload),
+            Some((head, payload)) => self.inbox.take(from, head, payload, |head| news = Some(head)),
             None => Taken::Strange,
         };
         match taken {
@@ -193,7 +195,14 @@ impl Crossing {
             Taken::Farewell => drop(self.gone.insert(from)),
             Taken::Strange => {
                 let how = "sent something that no rank sends".to_owned();
-                self.inbox.board.fail(Cause::Lost { rank: from, how });
+                self.inbox.board.fail(Cause::Lost { rank: from, how }, |cause| {
+                    news = Some(Head::Fail(cause.clone()));
+                });
+            }
+        }
+        if let Some(news) = news {
+            for peer in self.peers.clone() {
+                self.send(peer, Parcel::of(&news))?;
             }
         }
         Ok(())
@@ -225,7 +234,7 @@ impl Crossing {
     fn fail(&mut self, reason: &str) {
         tracing::warn!(rank = self.comm.rank, %reason, "MPI has failed");
         let cause = Cause::Aborted { rank: self.comm.rank, reason: reason.to_owned() };
-        let (cause, _) = self.inbox.board.fail(cause);
+        let cause = self.inbox.board.fail(cause, |_| {});
         for peer in self.peers.clone() {
             // As far as it still goes.
             let _ = self.send(peer, Parcel::of(&Head::Fail(cause.clone())));

@@ -2,6 +2,7 @@
 
 use std::mem::MaybeUninit;
 use std::os::raw::c_int;
+use std::time::{Duration, Instant};
 
 use ::mpi::ffi;
 
@@ -24,18 +25,38 @@ unsafe impl Send for Channel {}
 
 impl Channel {
     /// Duplicates a communicator; collective. Errors on the duplicate are returned, not fatal.
-    pub(super) fn duplicate(comm: ffi::MPI_Comm, rank: u32, world: u32) -> Result<Self> {
-        // SAFETY: MPI is initialized, `comm` is a live communicator, and the result goes to memory
-        // of the right type. The duplicate is never freed: freeing is collective, and a peer may
+    pub(super) fn duplicate(
+        comm: ffi::MPI_Comm,
+        rank: u32,
+        world: u32,
+        deadline: Duration,
+    ) -> Result<Self> {
+        // MPI writes the duplicate when all ranks have called, perhaps after we have given up: the
+        // place for it is never freed. Nor is the duplicate: freeing is collective, and a peer may
         // be lost by then.
-        unsafe {
-            let mut copy = MaybeUninit::uninit();
-            check("MPI_Comm_dup", ffi::MPI_Comm_dup(comm, copy.as_mut_ptr()))?;
-            let comm = copy.assume_init();
-            let returned = ffi::MPI_Comm_set_errhandler(comm, ffi::RSMPI_ERRORS_RETURN);
-            check("MPI_Comm_set_errhandler", returned)?;
-            Ok(Self { comm, rank, world })
+        let copy = Box::leak(Box::new(MaybeUninit::uninit()));
+        let mut request = Request { bytes: Vec::new(), raw: MaybeUninit::uninit(), active: false };
+        // SAFETY: MPI is initialized, `comm` is a live communicator, and the results go to memory
+        // of the right type that stays.
+        let code = unsafe { ffi::MPI_Comm_idup(comm, copy.as_mut_ptr(), request.raw.as_mut_ptr()) };
+        check("MPI_Comm_idup", code)?;
+        request.active = true;
+        let until = Instant::now() + deadline;
+        while !request.is_done()? {
+            if Instant::now() > until {
+                return Err(failed(&format!(
+                    "the other ranks did not connect within {:.1} s",
+                    deadline.as_secs_f64()
+                )));
+            }
+            std::thread::sleep(Duration::from_micros(100));
         }
+        // SAFETY: the request is done, so the duplicate has been written.
+        let comm = unsafe { copy.assume_init() };
+        // SAFETY: a live communicator and one of MPI's own error handlers.
+        let code = unsafe { ffi::MPI_Comm_set_errhandler(comm, ffi::RSMPI_ERRORS_RETURN) };
+        check("MPI_Comm_set_errhandler", code)?;
+        Ok(Self { comm, rank, world })
     }
 
     /// Starts to send.

@@ -148,22 +148,27 @@ impl Reader {
         let mut read = tokio::io::BufReader::with_capacity(64 * 1024, read);
         let how = loop {
             match wire::read(&mut read).await {
-                Ok((head, payload)) => match self.inbox.take(self.peer, head, payload) {
-                    Taken::Done => {}
-                    Taken::Answer(answer) => self.tell(self.peer, &answer),
-                    Taken::Farewell => return,
-                    Taken::Strange => break "sent something that no rank sends".to_owned(),
-                },
+                Ok((head, payload)) => {
+                    match self.inbox.take(self.peer, head, payload, |head| self.tell_all(&head)) {
+                        Taken::Done => {}
+                        Taken::Answer(answer) => self.tell(self.peer, &answer),
+                        Taken::Farewell => return,
+                        Taken::Strange => break "sent something that no rank sends".to_owned(),
+                    }
+                }
                 Err(error) => break ending(&error),
             }
         };
         // If another rank's loss has led to this one, its news are on the way.
         tokio::time::sleep(NEWS).await;
-        let (cause, new) = self.inbox.board.fail(Cause::Lost { rank: self.peer, how });
-        if new {
-            tracing::warn!(rank = self.inbox.rank, peer = self.peer, ?cause, "a rank is lost");
-            self.peers.keys().for_each(|&peer| self.tell(peer, &Head::Fail(cause.clone())));
-        }
+        self.inbox.board.fail(Cause::Lost { rank: self.peer, how }, |cause| {
+            tracing::debug!(rank = self.inbox.rank, peer = self.peer, ?cause, "a rank is lost");
+            self.tell_all(&Head::Fail(cause.clone()));
+        });
+    }
+
+    fn tell_all(&self, head: &Head) {
+        self.peers.keys().for_each(|&peer| self.tell(peer, head));
     }
 
     fn tell(&self, peer: u32, head: &Head) {

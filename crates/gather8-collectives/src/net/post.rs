@@ -78,8 +78,8 @@ impl<C: Carrier> Link for Post<C> {
         self.tell_all(&Head::Fail(cause.clone()));
     }
 
-    fn leave(&self, group: u64, members: &[u32], rank: u32, issued: u64, how: &str) {
-        let head = Head::Leave { group, issued, how: how.to_owned() };
+    fn leave(&self, group: u64, members: &[u32], rank: u32, issued: u64, host: bool, how: &str) {
+        let head = Head::Leave { group, issued, host, how: how.to_owned() };
         let peers = members.iter().filter(|peer| **peer != rank);
         peers.for_each(|&peer| self.carrier.send(peer, Parcel::of(&head)));
     }
@@ -138,17 +138,27 @@ pub(crate) struct Inbox {
 }
 
 impl Inbox {
-    /// Deals with a message of a peer.
-    pub(crate) fn take(&self, peer: u32, head: Head, payload: Vec<u8>) -> Taken {
+    /// Deals with a message of a peer. `spread` sends to every peer: a failure that is news here is
+    /// passed on before anybody here can learn of it, since what this rank does because of it may
+    /// reach others before the first report does.
+    pub(crate) fn take(
+        &self,
+        peer: u32,
+        head: Head,
+        payload: Vec<u8>,
+        spread: impl FnOnce(Head),
+    ) -> Taken {
         match head {
             Head::Contribution(place, header) => {
                 let payload = Payload::Same(Arc::new(payload));
                 self.board.post(place, peer, Arc::new(Message { header, payload }));
             }
             Head::Fail(cause) => {
-                self.board.fail(cause);
+                self.board.fail(cause, |cause| spread(Head::Fail(cause.clone())));
             }
-            Head::Leave { group, issued, how } => self.board.leave(group, peer, issued, &how),
+            Head::Leave { group, issued, host, how } => {
+                self.board.leave(group, peer, issued, host, &how);
+            }
             Head::Ask(number) => {
                 return Taken::Answer(Head::Waits(number, self.board.waits_for(self.rank)));
             }

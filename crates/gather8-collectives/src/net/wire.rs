@@ -35,7 +35,7 @@ pub(crate) enum Head {
     /// Why the family has failed.
     Fail(Cause),
     /// The sender issues nothing in this group from an operation on.
-    Leave { group: u64, issued: u64, how: String },
+    Leave { group: u64, issued: u64, host: bool, how: String },
     /// The sender ends in good order.
     Bye,
     /// For whom does the receiver wait?
@@ -63,10 +63,11 @@ pub(crate) fn encode(head: &Head, payload: u64) -> Vec<u8> {
             bytes.push(2);
             put_cause(&mut bytes, cause);
         }
-        Head::Leave { group, issued, how } => {
+        Head::Leave { group, issued, host, how } => {
             bytes.push(3);
             bytes.extend(group.to_le_bytes());
             bytes.extend(issued.to_le_bytes());
+            bytes.push(u8::from(*host));
             put_text(&mut bytes, how);
         }
         Head::Bye => bytes.push(4),
@@ -151,7 +152,15 @@ pub(crate) fn decode(bytes: &[u8]) -> Option<Head> {
     let head = match rest.u8()? {
         1 => Head::Contribution(rest.place()?, rest.header()?),
         2 => Head::Fail(rest.cause()?),
-        3 => Head::Leave { group: rest.u64()?, issued: rest.u64()?, how: rest.text()? },
+        3 => {
+            let (group, issued) = (rest.u64()?, rest.u64()?);
+            let host = match rest.u8()? {
+                0 => false,
+                1 => true,
+                _ => return None,
+            };
+            Head::Leave { group, issued, host, how: rest.text()? }
+        }
         4 => Head::Bye,
         5 => Head::Ask(rest.u64()?),
         6 => Head::Waits(rest.u64()?, rest.ranks()?),
@@ -358,7 +367,7 @@ mod tests {
                 deadline: Duration::from_millis(1500),
             }),
             Head::Fail(Cause::Disordered { difference: "é".repeat(10) }),
-            Head::Leave { group: 1, issued: 2, how: "left".into() },
+            Head::Leave { group: 1, issued: 2, host: true, how: "left".into() },
             Head::Bye,
             Head::Ask(5),
             Head::Waits(5, vec![0, 9]),
