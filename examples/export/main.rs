@@ -6,14 +6,19 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use anyhow::{Result, bail};
 use clap::{Parser, ValueEnum};
-use gather8_examples::export::{self, Options, one_line};
-use gather8_kernels::Format;
+use gather8_collectives::Launch;
+use gather8_examples::export::{self, Options, Progress, Silent, Summary, one_line};
+use gather8_examples::seat::Seat;
+use gather8_kernels::{Backend, Format};
 
 /// Converts every F32, F16 and BF16 matrix of a safetensors file to float8.
 ///
 /// A matrix `x` becomes F8_E4M3 or F8_E5M2 data under its name, and a scalar `x_scale` that decodes
 /// it: value = code * x_scale. Everything else passes through unchanged.
+///
+/// Started by mpirun, srun or torchrun, each process is a rank; else the ranks are threads.
 #[derive(Parser)]
 #[command(version)]
 struct Arguments {
@@ -21,10 +26,16 @@ struct Arguments {
     input: PathBuf,
     /// The file to write; it appears whole or not at all.
     output: PathBuf,
-    /// Ranks to shard over, as threads. The output does not depend on it; memory does: every rank
-    /// holds one byte per element of the largest matrix.
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
-    ranks: u32,
+    /// Ranks to shard over, as threads (1 by default). The output does not depend on it; memory
+    /// does: every rank holds one byte per element of the largest matrix.
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=64))]
+    ranks: Option<u32>,
+    /// What casts and gathers: the CPU, or one GPU per process.
+    #[arg(long, value_enum, default_value_t = Device::Cpu)]
+    device: Device,
+    /// For tests: several ranks may use one GPU.
+    #[arg(long)]
+    share_gpu: bool,
     /// The float8 format.
     #[arg(long, value_enum, default_value_t = Float8::E4m3)]
     format: Float8,
@@ -47,25 +58,37 @@ enum Scaling {
     Dynamic,
 }
 
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Device {
+    /// The CPU; processes meet over TCP.
+    Cpu,
+    /// NVIDIA GPUs; processes gather over NCCL.
+    Cuda,
+}
+
+impl Arguments {
+    fn format(&self) -> Format {
+        match self.format {
+            Float8::E4m3 => Format::E4m3,
+            Float8::E5m2 => Format::E5m2,
+        }
+    }
+}
+
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let Scaling::Dynamic = arguments.scaling;
-    let options = Options {
-        ranks: arguments.ranks,
-        format: match arguments.format {
-            Float8::E4m3 => Format::E4m3,
-            Float8::E5m2 => Format::E5m2,
-        },
-    };
-    let mut progress = progress::for_stderr();
-    match export::export(&arguments.input, &arguments.output, options, &mut *progress) {
-        Ok(done) => {
+    let launch = Launch::from_env();
+    let rank = launch.as_ref().ok().filter(|launch| launch.world > 1).map(|launch| launch.rank);
+    match launch.map_err(anyhow::Error::from).and_then(|launch| run(&arguments, &launch)) {
+        Ok(None) => ExitCode::SUCCESS,
+        Ok(Some((done, ranks))) => {
             let text = format!(
                 "{}: {} tensors in {} over {} ranks, {} unchanged, {} bytes of {}",
                 arguments.output.display(),
                 done.converted,
-                options.format.name(),
-                options.ranks,
+                arguments.format().name(),
+                ranks,
                 done.unchanged,
                 done.bytes.1,
                 done.bytes.0
@@ -75,9 +98,43 @@ fn main() -> ExitCode {
             ExitCode::SUCCESS
         }
         Err(error) => {
-            drop(progress);
-            let _ = writeln!(std::io::stderr(), "export: {}", one_line(&format!("{error:#}")));
+            let who = rank.map_or(String::new(), |rank| format!("rank {rank}: "));
+            let text = one_line(&format!("{error:#}"));
+            let _ = writeln!(std::io::stderr(), "export: {who}{text}");
             ExitCode::FAILURE
         }
     }
+}
+
+/// What was made and over how many ranks, on the rank that says so.
+fn run(arguments: &Arguments, launch: &Launch) -> Result<Option<(Summary, u32)>> {
+    let threads = arguments.ranks.unwrap_or(1);
+    if launch.world == 1 && arguments.device == Device::Cpu {
+        let options = Options { ranks: threads, format: arguments.format() };
+        let mut progress = progress::for_stderr();
+        let (input, output) = (&arguments.input, &arguments.output);
+        let done = export::export(input, output, options, &mut *progress)?;
+        return Ok(Some((done, threads)));
+    }
+    if arguments.ranks.is_some_and(|ranks| ranks != launch.world) {
+        bail!(
+            "--ranks {threads} asks for threads, but ranks are processes here, {} of them: leave it out, and start one process per rank (mpirun -n {threads})",
+            launch.world
+        );
+    }
+    match arguments.device {
+        Device::Cpu => rank(arguments, &Seat::cpu(launch)?),
+        #[cfg(feature = "cuda")]
+        Device::Cuda => rank(arguments, &Seat::cuda(launch, arguments.share_gpu)?),
+        #[cfg(not(feature = "cuda"))]
+        Device::Cuda => bail!("{}", gather8_examples::doctor::NOT_COMPILED_IN),
+    }
+}
+
+fn rank<B: Backend>(arguments: &Arguments, seat: &Seat<B>) -> Result<Option<(Summary, u32)>> {
+    let mut progress: Box<dyn Progress + Send> =
+        if seat.is_first() { progress::for_stderr() } else { Box::new(Silent) };
+    let (input, output) = (&arguments.input, &arguments.output);
+    let done = export::export_rank(input, output, arguments.format(), seat, &mut *progress)?;
+    Ok(seat.is_first().then(|| (done, seat.communicator.world())))
 }

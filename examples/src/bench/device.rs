@@ -47,9 +47,9 @@ impl<B: Backend> Clock<B> for HostClock {
 
 /// A device under measurement.
 pub struct Device<B: Backend> {
-    backend: B,
-    stream: B::Stream,
-    clock: Arc<dyn Clock<B>>,
+    pub(super) backend: B,
+    pub(super) stream: B::Stream,
+    pub(super) clock: Arc<dyn Clock<B>>,
 }
 
 impl<B: Backend> Clone for Device<B> {
@@ -72,11 +72,11 @@ impl<B: Backend> Device<B> {
         Ok(Self { backend, stream, clock })
     }
 
-    fn zeroed(&self, bytes: u64) -> Result<Span<B>> {
+    pub(super) fn zeroed(&self, bytes: u64) -> Result<Span<B>> {
         Ok(Span::whole(&self.backend.alloc(bytes, Memory::Device)?))
     }
 
-    fn filled<T: bytemuck::NoUninit>(&self, values: &[T]) -> Result<Span<B>> {
+    pub(super) fn filled<T: bytemuck::NoUninit>(&self, values: &[T]) -> Result<Span<B>> {
         let bytes = bytemuck::cast_slice(values);
         let span = self.zeroed(bytes.len() as u64)?;
         self.backend.upload(&self.stream, bytes, &span)?;

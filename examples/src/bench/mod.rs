@@ -7,13 +7,18 @@
 //! reads and writes each byte once. No datum is subnormal, which some processors take long over.
 //!
 //! Rows come in groups of one implementation and one number of threads. A device's group is made by
-//! [`device::group`] from nothing but its [`Backend`](gather8_kernels::Backend) and a clock.
+//! [`device::group`] from nothing but its [`Backend`](gather8_kernels::Backend) and a clock; so are
+//! rows over a whole [`model`], and the [`gather`] of units over a communicator.
 
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod data;
 pub mod device;
+pub mod gather;
 pub mod host;
 mod machine;
 mod measure;
+pub mod model;
 mod report;
 mod select;
 
@@ -21,7 +26,7 @@ use anyhow::{Context, Result};
 
 pub use machine::Machine;
 pub use measure::{Row, Samples};
-pub use report::{Measured, Report, SCHEMA, Settings};
+pub use report::{Figure, Gpu, Measured, Report, SCHEMA, Settings};
 pub use select::Selection;
 
 /// One pass of a group, made when its turn comes: its memory is free again before the next.

@@ -4,6 +4,7 @@ use std::fmt;
 
 use serde::Serialize;
 
+use super::gather::Gathered;
 use super::measure::{Samples, median};
 use super::{Entry, Group, Machine};
 
@@ -11,7 +12,7 @@ use super::{Entry, Group, Machine};
 pub const SCHEMA: u32 = 1;
 
 /// How rows are measured.
-#[derive(Clone, Copy, Debug, Serialize)]
+#[derive(Clone, Copy, Debug, Default, Serialize)]
 pub struct Settings {
     /// Bytes of memory that every row works on at least.
     pub size: u64,
@@ -36,8 +37,90 @@ pub struct Report {
     pub machine: Machine,
     /// How.
     pub settings: Settings,
+    /// The GPU, if one was measured.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gpu: Option<Gpu>,
     /// The numbers.
     pub rows: Vec<Measured>,
+    /// Gathers of whole units.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub gathers: Vec<Gathered>,
+    /// Numbers that are no rates.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub figures: Vec<Figure>,
+}
+
+/// A GPU and its software.
+#[derive(Clone, Debug, Serialize)]
+pub struct Gpu {
+    /// The product.
+    pub name: String,
+    /// The compute capability, times ten.
+    pub architecture: u32,
+    /// The driver's version; empty if the system does not tell.
+    pub driver: String,
+    /// The CUDA version that the driver serves.
+    pub cuda: String,
+    /// NCCL's version, if it was used.
+    pub nccl: Option<String>,
+    /// GPUs that the program sees.
+    pub visible: usize,
+    /// Ranks that took part.
+    pub ranks: u32,
+}
+
+impl fmt::Display for Gpu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { name, architecture, driver, cuda, visible, ranks, .. } = self;
+        write!(
+            f,
+            "{name} (sm_{architecture}), {visible} visible, {ranks} ranks, driver {driver}, CUDA {cuda}"
+        )?;
+        self.nccl.as_ref().map_or(Ok(()), |nccl| write!(f, ", NCCL {nccl}"))
+    }
+}
+
+/// A number that is no rate.
+#[derive(Clone, Debug, Serialize)]
+pub struct Figure {
+    /// What.
+    pub what: String,
+    /// Its unit.
+    pub unit: &'static str,
+    /// The number, or the median of several.
+    pub value: f64,
+    /// The smallest of them.
+    pub min: f64,
+    /// The largest.
+    pub max: f64,
+}
+
+impl Figure {
+    /// One number.
+    pub(super) fn once(what: impl Into<String>, unit: &'static str, value: f64) -> Self {
+        Self::of(what, unit, &[value])
+    }
+
+    /// The median of several.
+    pub(super) fn of(what: impl Into<String>, unit: &'static str, values: &[f64]) -> Self {
+        Self {
+            what: what.into(),
+            unit,
+            value: median(values),
+            min: values.iter().copied().fold(f64::INFINITY, f64::min),
+            max: values.iter().copied().fold(f64::NEG_INFINITY, f64::max),
+        }
+    }
+}
+
+impl fmt::Display for Figure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{}: {:.1} {} ({:.1} to {:.1})",
+            self.what, self.value, self.unit, self.min, self.max
+        )
+    }
 }
 
 /// One row.
@@ -93,7 +176,7 @@ impl Measured {
     /// The table's head.
     pub fn head() -> String {
         format!(
-            "{:<8} {:<21} {:>7} {:>12} {:>6} {:>9} {:>8} {:>8} {:>6}",
+            "{:<10} {:<21} {:>7} {:>12} {:>6} {:>9} {:>8} {:>8} {:>6}",
             "by", "pass", "threads", "elements", "B/elt", "ms", "GB/s", "copy", "ratio"
         )
     }
@@ -103,7 +186,7 @@ impl fmt::Display for Measured {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "{:<8} {:<21} {:>7} {:>12} {:>6} {:>9.3} {:>8.2} {:>8.2} {:>6.3}",
+            "{:<10} {:<21} {:>7} {:>12} {:>6} {:>9.3} {:>8.2} {:>8.2} {:>6.3}",
             self.implementation,
             self.pass,
             self.threads,

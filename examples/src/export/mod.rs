@@ -18,9 +18,12 @@ mod target;
 mod text;
 
 use std::path::Path;
+use std::time::Duration;
 
 use anyhow::{Result, bail};
-use gather8_kernels::Format;
+use gather8_kernels::{Backend, Format};
+
+use crate::seat::Seat;
 
 pub use progress::{Progress, Silent};
 pub use ranks::SMALLEST_BATCH;
@@ -33,7 +36,7 @@ use target::Target;
 /// What to make.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// Ranks to shard over, as threads of this process; at least 1.
+    /// Ranks to shard over; at least 1.
     pub ranks: u32,
     /// The float8 format.
     pub format: Format,
@@ -50,8 +53,12 @@ pub struct Summary {
     pub bytes: (u64, u64),
 }
 
-/// Converts `input` into `output`. The output appears whole or not at all: it is written under a
-/// temporary name in the same folder, flushed to the disk and renamed.
+/// The others wait while rank 0 writes, as slow as its disk may be.
+const PATIENCE: Duration = Duration::from_secs(86_400);
+
+/// Converts `input` into `output`, with ranks as threads of this process. The output appears whole
+/// or not at all: it is written under a temporary name in the same folder, flushed to the disk and
+/// renamed.
 ///
 /// # Errors
 /// An input that is missing, no regular file, or no valid safetensors file; a weight with a NaN or
@@ -68,10 +75,56 @@ pub fn export(
     }
     let source = Source::open(input)?;
     let layout = Layout::new(&source, options.format)?;
-    let mut target = Target::create(output, &source)?;
-    target.write_at(0, layout.header())?;
+    let mut target = begin(&source, &layout, output)?;
     progress.begin(source.data_bytes());
     ranks::convert(&source, &layout, &mut target, options, progress)?;
+    finish(&source, &layout, target, progress)?;
+    Ok(summary(&source, &layout))
+}
+
+/// This process's part of the same, as one rank of many; every rank calls it with the same
+/// arguments. All read the input, rank 0 writes the output and tells the progress.
+///
+/// # Errors
+/// As [`export`], on every rank; a rank that is lost.
+pub fn export_rank<B: Backend>(
+    input: &Path,
+    output: &Path,
+    format: Format,
+    seat: &Seat<B>,
+    progress: &mut (dyn Progress + Send),
+) -> Result<Summary> {
+    let prepare = || {
+        let source = Source::open(input)?;
+        let layout = Layout::new(&source, format)?;
+        let target = if seat.is_first() { Some(begin(&source, &layout, output)?) } else { None };
+        Ok((source, layout, target))
+    };
+    let (source, layout, mut target) = seat.agree(prepare(), "export's start", PATIENCE)?;
+    progress.begin(source.data_bytes());
+    let converted = ranks::convert_rank(&source, &layout, target.as_mut(), format, seat, progress);
+    converted.inspect_err(|error| seat.announce(&format!("{error:#}")))?;
+    let finished = match target {
+        Some(target) => finish(&source, &layout, target, progress),
+        None => Ok(()),
+    };
+    seat.agree(finished, "export's end", PATIENCE)?;
+    Ok(summary(&source, &layout))
+}
+
+fn begin(source: &Source, layout: &Layout, output: &Path) -> Result<Target> {
+    let mut target = Target::create(output, source)?;
+    target.write_at(0, layout.header())?;
+    Ok(target)
+}
+
+/// What passes through unchanged, and the end.
+fn finish(
+    source: &Source,
+    layout: &Layout,
+    mut target: Target,
+    progress: &mut (dyn Progress + Send),
+) -> Result<()> {
     for (from, to) in layout.copies() {
         source.read_chunks(from, |offset, chunk| {
             target.write_at(to + offset, chunk)?;
@@ -81,9 +134,13 @@ pub fn export(
     }
     target.finish(layout.file_bytes())?;
     progress.end();
-    Ok(Summary {
+    Ok(())
+}
+
+fn summary(source: &Source, layout: &Layout) -> Summary {
+    Summary {
         converted: layout.matrices().len(),
         unchanged: source.tensors().len() - layout.matrices().len(),
         bytes: (source.file_bytes(), layout.file_bytes()),
-    })
+    }
 }

@@ -8,14 +8,15 @@ use gather8::collectives::{self, Communicator, LocalWorld};
 use gather8::config::Deadline;
 use gather8::hooks::Encoding;
 use gather8::{Config, Fsdp, Scaling, UnitId, UnitSpec, WeightId, WeightSpec};
-use gather8_kernels::Backend;
 use gather8_kernels::cpu::Cpu;
+use gather8_kernels::{Backend, Format};
 
 use super::Options;
 use super::layout::{Layout, Matrix};
 use super::progress::Progress;
 use super::source::{Entry, Source};
 use super::target::Target;
+use crate::seat::Seat;
 
 /// Small matrices are gathered together, so many elements at a time.
 pub const SMALLEST_BATCH: u64 = 1 << 20;
@@ -66,6 +67,21 @@ pub(super) fn convert(
         ranks.into_iter().map(join).collect()
     });
     root_cause(results)
+}
+
+/// Converts every matrix, as one rank of many processes; `target` is rank 0's.
+pub(super) fn convert_rank<B: Backend>(
+    source: &Source,
+    layout: &Layout,
+    target: Option<&mut Target>,
+    format: Format,
+    seat: &Seat<B>,
+    progress: &mut (dyn Progress + Send),
+) -> Result<()> {
+    let options = Options { ranks: seat.communicator.world(), format };
+    let batches = batches(source, layout, options.ranks)?;
+    let sink = target.map(|target| Sink { target, progress });
+    run(&seat.backend, &seat.communicator, source, &batches, options, sink)
 }
 
 /// The error that came first: not one that only blames another rank.
@@ -123,8 +139,7 @@ fn config(options: Options) -> Config {
     // One batch is gathered at a time, so a second slot would only take memory.
     config.gather.arena_slots = 1;
     config.gather.prefetch = 0;
-    // The others wait while rank 0 writes, as slow as its disk may be.
-    config.deadline = Deadline(86_400.0);
+    config.deadline = Deadline(super::PATIENCE.as_secs_f64());
     config
 }
 

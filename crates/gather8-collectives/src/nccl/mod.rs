@@ -52,6 +52,15 @@ impl Default for NcclOptions {
     }
 }
 
+/// Looks for NCCL: the path or name that it was opened by, and its version, such as `2.28.3`.
+///
+/// # Errors
+/// NCCL that is missing, with every name tried and what to install, or lacks a function.
+pub fn probe() -> Result<(String, String)> {
+    let nccl = library::Nccl::open()?;
+    Ok((nccl.path().to_owned(), nccl.version()))
+}
+
 /// Starting NCCL.
 #[derive(Debug)]
 pub struct NcclWorld;

@@ -87,6 +87,8 @@ pub struct DeviceInfo {
     pub architecture: u32,
     /// Multiprocessors.
     pub multiprocessors: u32,
+    /// Bytes of its memory, free or not.
+    pub memory: u64,
 }
 
 /// What [`probe`] finds.
@@ -150,11 +152,30 @@ pub(super) fn info(device: sys::CUdevice, ordinal: u32) -> Result<DeviceInfo> {
     check(&format!("cuda:{ordinal}"), "asking for the name", code)?;
     let name = CStr::from_bytes_until_nul(&name).unwrap_or_default().to_string_lossy().into_owned();
     let of = |which| attribute(device, ordinal, which);
+    let mut memory = 0;
+    // SAFETY: a valid integer to write to.
+    let code = unsafe { sys::cuDeviceTotalMem_v2(&mut memory, device) };
+    check(&format!("cuda:{ordinal}"), "asking for the memory's size", code)?;
     Ok(DeviceInfo {
         ordinal,
         name,
         architecture: of(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? * 10
             + of(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
         multiprocessors: of(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+        memory: memory as u64,
     })
+}
+
+/// Whether a device reaches another one's memory by itself, over NVLink or PCIe. Where it does not,
+/// NCCL's bytes go through host memory.
+///
+/// # Errors
+/// [`Error::Device`].
+pub fn can_access_peer(from: u32, to: u32) -> Result<bool> {
+    initialise()?;
+    let mut can = 0;
+    // SAFETY: a valid integer to write to, and two devices.
+    let code = unsafe { sys::cuDeviceCanAccessPeer(&mut can, device(from)?, device(to)?) };
+    check(&format!("cuda:{from}"), "asking for peer access", code)?;
+    Ok(can != 0)
 }

@@ -14,6 +14,7 @@ mod plan;
 mod sources;
 mod staging;
 mod tables;
+mod timer;
 
 use std::ffi::c_void;
 use std::fmt;
@@ -25,13 +26,14 @@ use self::core::Core;
 use crate::error::{Error, Result};
 
 pub use cache::CACHE_VARIABLE;
-pub use driver::{DeviceInfo, Report, probe};
+pub use driver::{DeviceInfo, Report, can_access_peer, probe};
 pub use graph::Graph;
 pub use handles::{Buffer, Event, Stream};
 pub use library::NVRTC_VARIABLE;
 pub use nvrtc::{Header, Nvrtc};
 pub use plan::Plan;
 pub use sources::{SOURCES, Source, options};
+pub use timer::Timer;
 
 /// A CUDA device. Clones are the same device; see the module's page for how it works.
 #[derive(Clone)]
