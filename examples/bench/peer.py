@@ -87,11 +87,20 @@ def raw(device, units, dtype, repeats):
     return measure(device, repeats, work)
 
 
+class Block(nn.Module):
+    """Linear layers that are gathered together; FSDP2 refuses a ModuleList."""
+
+    def __init__(self, unit, device):
+        super().__init__()
+        options = {"bias": False, "dtype": torch.bfloat16, "device": device}
+        self.layers = nn.ModuleList(nn.Linear(columns, rows, **options) for rows, columns in unit)
+
+    def forward(self, inputs):
+        return [layer(inputs) for layer in self.layers]
+
+
 def fsdp(device, units, repeats, float8):
-    blocks = nn.ModuleList()
-    for unit in units:
-        layers = [nn.Linear(columns, rows, bias=False, dtype=torch.bfloat16, device=device) for rows, columns in unit]
-        blocks.append(nn.ModuleList(layers))
+    blocks = nn.ModuleList(Block(unit, device) for unit in units)
     if float8:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
         convert_to_float8_training(blocks, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))

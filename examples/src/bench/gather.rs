@@ -60,6 +60,9 @@ pub fn shapes(divisor: u64) -> Vec<Shape> {
     ]
 }
 
+/// The buffers of one unit: every weight's shard and whole.
+type Parts<B> = Vec<(Span<B>, Span<B>)>;
+
 /// One shape in one type.
 #[derive(Clone, Debug, Serialize)]
 pub struct Gathered {
@@ -242,7 +245,7 @@ impl<B: Backend> Gathers<B> {
     }
 
     /// Buffers of every unit's weights, as the runtime has them: shard and whole.
-    fn raw(&self, shape: &Shape, size: u64) -> Result<Vec<Vec<(Span<B>, Span<B>)>>> {
+    fn raw(&self, shape: &Shape, size: u64) -> Result<Vec<Parts<B>>> {
         let world = u64::from(self.communicator.world());
         let alloc = |bytes| -> Result<Span<B>> {
             Ok(Span::whole(&self.backend.alloc(bytes, Memory::Device)?))
@@ -254,11 +257,7 @@ impl<B: Backend> Gathers<B> {
         shape.units.iter().map(|unit| unit.iter().map(part).collect()).collect()
     }
 
-    fn gather_raw(
-        &self,
-        units: &[Vec<(Span<B>, Span<B>)>],
-        times: Option<&mut Times>,
-    ) -> Result<()> {
+    fn gather_raw(&self, units: &[Parts<B>], times: Option<&mut Times>) -> Result<()> {
         let mut host = Vec::new();
         let seconds = self.time(&self.stream, &mut || {
             for parts in units {
