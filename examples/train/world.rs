@@ -24,6 +24,8 @@ pub(crate) struct Processes {
     launch: Launch,
     mover: Moved,
     stop: Stop,
+    /// The connection by which a lost peer is noticed; the watch for signals holds it weakly.
+    _control: Arc<dyn Control>,
     /// The log that last words go into.
     log: Arc<Mutex<Option<PathBuf>>>,
 }
@@ -68,14 +70,15 @@ impl World {
             ),
         };
         let log = Arc::new(Mutex::new(None::<PathBuf>));
-        let control = Arc::downgrade(&mover.control());
+        let control = mover.control();
+        let watched = Arc::downgrade(&control);
         let (rank, last) = (launch.rank, Arc::clone(&log));
-        let check = move || control.upgrade().map_or(Ok(()), |control| control.check());
+        let check = move || watched.upgrade().map_or(Ok(()), |control| control.check());
         let stop = Stop::on_sigterm(check, move |sentence| {
             let path = last.lock().unwrap_or_else(PoisonError::into_inner).clone();
             say_last(rank, path, sentence);
         })?;
-        Ok(Self::Processes(Processes { launch, mover, stop, log }))
+        Ok(Self::Processes(Processes { launch, mover, stop, _control: control, log }))
     }
 
     /// The ranks that run here.

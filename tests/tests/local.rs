@@ -44,6 +44,7 @@ cases! {
     refusals::nan_in_one_shard_is_named_everywhere,
     refusals::activations_are_kept_out,
     refusals::found_inf_skips_everywhere,
+    refusals::nan_gradients_end_as_nan,
     refusals::swapped_gathers_are_named,
     refusals::different_models_are_named,
     lifecycle::wrong_calls_are_refused,

@@ -80,6 +80,32 @@ impl<B: Backend> Fsdp<B> {
         }
     }
 
+    /// Looks for pairs of weight and remainder that no step can have made: ±0 with a negative
+    /// remainder, the trace of a NaN that was split without care, of memory that was never set, or
+    /// of a weight and a remainder of different steps. Waits for the device.
+    ///
+    /// # Errors
+    /// [`Error::Weight`] with the first such element; a failure of the device.
+    pub fn validate(&self, id: WeightId) -> Result<()> {
+        let weight = self.sharded(id)?;
+        let Some(MasterState::Remainder(low)) = weight.state.as_ref().map(|state| &state.master)
+        else {
+            return Ok(());
+        };
+        let high: Vec<u16> = self.fetch(&weight.own()?.span)?;
+        let low: Vec<u16> = self.fetch(&Span::whole(low))?;
+        let Some(at) = scalar::validate_all(&high, &low) else { return Ok(()) };
+        let columns = weight.sharding.row_elements.max(1);
+        let row = weight.sharding.range().start + at as u64 / columns;
+        Err(Error::Weight {
+            weight: weight.spec.name.clone(),
+            problem: format!(
+                "row {row}, element {} holds a zero with a negative remainder, which no step makes; restore a checkpoint",
+                at as u64 % columns
+            ),
+        })
+    }
+
     /// This rank's rows of a weight as the forward pass rounds them (BF16 or F16 widened, or F32).
     /// Waits for the device.
     ///

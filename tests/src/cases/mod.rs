@@ -37,6 +37,7 @@ pub fn all<B: Backend>() -> Vec<(&'static str, Case<B>)> {
         ("nan_in_one_shard_is_named_everywhere", refusals::nan_in_one_shard_is_named_everywhere),
         ("activations_are_kept_out", refusals::activations_are_kept_out),
         ("found_inf_skips_everywhere", refusals::found_inf_skips_everywhere),
+        ("nan_gradients_end_as_nan", refusals::nan_gradients_end_as_nan),
         ("swapped_gathers_are_named", refusals::swapped_gathers_are_named),
         ("different_models_are_named", refusals::different_models_are_named),
         ("wrong_calls_are_refused", lifecycle::wrong_calls_are_refused),

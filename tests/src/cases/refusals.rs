@@ -1,6 +1,7 @@
 //! What must not pass, and that every rank says the same of it.
 
 use anyhow::{bail, ensure};
+use gather8::config::MasterWeight;
 use gather8::{Error, Fsdp, Phase, Scaling, UnitSpec, WeightSpec};
 use gather8_collectives::Error as CollectiveError;
 use gather8_kernels::{Backend, DType, Format, Memory, Span, Tensor};
@@ -212,6 +213,43 @@ pub fn different_models_are_named<B: Backend>(cx: &Context<B>) -> anyhow::Result
         ensure!(matches!(error, Error::Disagreement { .. }), "{error}");
         ensure!(error.to_string().contains(named), "{error} does not name {named}");
         agree(cx, &error.to_string())?;
+    }
+    Ok(())
+}
+
+/// With found-inf switched off, a NaN from 0/0 or inf-inf in a gradient ends as the canonical NaN in
+/// weight and master, never as a zero, and the next sync names the weight on every rank.
+pub fn nan_gradients_end_as_nan<B: Backend>(cx: &Context<B>) -> anyhow::Result<()> {
+    let infinity = std::hint::black_box(f32::INFINITY);
+    let zero = std::hint::black_box(0.0_f32);
+    for master in [MasterWeight::F32, MasterWeight::Remainder] {
+        for poison in [zero / zero, infinity - infinity, f32::from_bits(0xffff_ffff)] {
+            let mut config = cx.config();
+            config.optimizer.skip_on_found_inf = false;
+            let mut group = config.optimizer.group("default").unwrap();
+            group.master = master;
+            config.optimizer.groups.insert("default".into(), group);
+            let rows = u64::from(cx.world()) + 1;
+            let fsdp = Fsdp::builder(config, cx.backend.clone(), cx.communicator.clone())
+                .unit(UnitSpec::new("unit", [WeightSpec::float8("w", [rows, 3])]))
+                .build(|spec, rows| anyhow::Ok(initial(spec, rows)))?;
+            let id = fsdp.weight_id("w")?;
+            fsdp.weight(id, Phase::Forward)?;
+            let mut values = vec![0.5; rows as usize * 3];
+            values[1] = poison;
+            fsdp.gradient(id, &values)?;
+            fsdp.step()?;
+            let bits: Vec<_> = fsdp.master(id)?.into_iter().map(f32::to_bits).collect();
+            let shard: Vec<_> = fsdp.shard(id)?.into_iter().map(f32::to_bits).collect();
+            if cx.rank() == 0 {
+                ensure!(bits[1] == 0x7fc0_0000 && shard[1] == 0x7fc0_0000, "{bits:x?} {shard:x?}");
+            }
+            // One NaN in the global norm makes every clipped gradient NaN, or none: not zeros.
+            ensure!(bits.iter().all(|bits| bits & 0x7fff_ffff != 0), "{bits:x?}");
+            fsdp.validate(id)?;
+            let Err(error) = fsdp.sync_blocking() else { bail!("the NaN went unnoticed") };
+            ensure!(error.to_string().contains("`w`"), "{error}");
+        }
     }
     Ok(())
 }
