@@ -1,5 +1,12 @@
 //! What the book shows of the interface compiles, runs, and stands in the book as it stands here.
 
+#![allow(
+    clippy::indexing_slicing,
+    clippy::redundant_closure,
+    clippy::unwrap_used,
+    reason = "a test fails by panicking, and the book names a closure's arguments"
+)]
+
 use gather8::collectives::{JoinOptions, Launch, LocalWorld, TcpWorld};
 use gather8::config::{GroupConfig, NO_DECAY_GROUP};
 use gather8::kernels::Format;
