@@ -2,9 +2,11 @@
 
 use std::io::Write as _;
 use std::path::Path;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
+use gather8::agree;
 use gather8::kernels::cpu::Cpu;
 use gather8_examples::gpt::{WeightSpec, weights};
 use gather8_examples::text::{MOBY_DICK, Windows};
@@ -12,12 +14,17 @@ use gather8_examples::whole_file::WholeFile;
 
 use crate::fault::Faulty;
 use crate::logs;
-use crate::options::{Run, Settings};
+use crate::options::{Run, Settings, read_file};
 use crate::rank::{RankContext, run_rank};
 use crate::report::{Output, Recorder};
 use crate::runtime::Runtime;
 use crate::trace::{Trace, write_run};
 use crate::world::{Group, World};
+
+/// How long the ranks wait for each other's settings.
+const AGREEMENT: Duration = Duration::from_secs(60);
+/// The longest text.
+const TEXT_LIMIT: u64 = 1 << 30;
 
 /// Trains every run of the settings.
 ///
@@ -28,14 +35,15 @@ pub(crate) fn train(world: &World, settings: &Settings) -> Result<Vec<Output>> {
     let own = match &settings.text {
         None => None,
         Some(path) => Some(
-            std::fs::read(path)
+            read_file(path, TEXT_LIMIT)
                 .with_context(|| format!("cannot read the text {}", path.display()))?,
         ),
     };
     let text = own.as_deref().unwrap_or(MOBY_DICK);
     let windows = Windows::new(text, settings.context, settings.seed)?;
     let specs = weights(&settings.shape());
-    let once = |&run| train_once(world, settings, run, windows, &specs).transpose();
+    let digest = blake3::hash(text).to_hex();
+    let once = |&run| train_once(world, settings, run, (windows, &digest), &specs).transpose();
     settings.runs.iter().filter_map(once).collect()
 }
 
@@ -44,7 +52,7 @@ fn train_once(
     world: &World,
     settings: &Settings,
     run: Run,
-    windows: Windows<'_>,
+    (windows, text): (Windows<'_>, &str),
     specs: &[WeightSpec],
 ) -> Result<Option<Output>> {
     let folder = settings.out.join(run.name());
@@ -56,21 +64,24 @@ fn train_once(
         false => None,
     };
     let trace = settings.trace.then(Trace::start);
-    let training = Training { settings, run, specs, group: world.group(&folder)? };
+    let training = Training { settings, run, text, specs, group: world.group(&folder)? };
     // The error that came first is the cause; the others are its consequences.
     let first_error = Mutex::new(None);
 
+    // Every log is open before the first rank starts, since ranks wait for each other.
+    let subscribers = own
+        .map(|rank| Ok((rank, logs::subscriber(&folder, rank, settings, trace.as_ref())?)))
+        .collect::<Result<Vec<_>>>()?;
+
     let finished = std::thread::scope(|scope| -> Result<Vec<_>> {
         let mut ranks = Vec::new();
-        for rank in own {
+        for (rank, subscriber) in subscribers {
             let (recorder, stop) = (recorder.take(), world.stop());
             let context = RankContext { rank, settings, windows, recorder, stop };
-            let subscriber = logs::subscriber(&folder, rank, settings, trace.as_ref())?;
             let (training, first_error) = (&training, &first_error);
             let body = move || {
                 tracing::dispatcher::with_default(&subscriber, || {
                     training.run(context).unwrap_or_else(|(error, _runtime)| {
-                        tracing::error!("{error:#}");
                         let mut first = first_error.lock().unwrap_or_else(PoisonError::into_inner);
                         first.get_or_insert(error);
                         None
@@ -78,7 +89,16 @@ fn train_once(
                 })
             };
             let thread = std::thread::Builder::new().name(format!("rank {rank}"));
-            ranks.push(thread.spawn_scoped(scope, body).context("cannot start a rank's thread")?);
+            match thread.spawn_scoped(scope, body) {
+                Ok(thread) => ranks.push(thread),
+                Err(error) => {
+                    // Taken and dropped: the ranks that wait for this one see that it has left.
+                    drop(training.group.communicator(rank, Cpu::new()));
+                    let error = anyhow!("cannot start the thread of rank {rank}: {error}");
+                    first_error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                    break;
+                }
+            }
         }
         let join = |(rank, thread): (usize, std::thread::ScopedJoinHandle<'_, _>)| {
             thread.join().map_err(|_| anyhow!("rank {rank} panicked"))
@@ -107,6 +127,8 @@ pub(crate) fn write_whole(path: &Path, text: &str) -> Result<()> {
 struct Training<'a> {
     settings: &'a Settings,
     run: Run,
+    /// The text's digest.
+    text: &'a str,
     specs: &'a [WeightSpec],
     group: Group<'a>,
 }
@@ -128,6 +150,19 @@ impl Training<'_> {
         let _span = tracing::error_span!("start", rank, step = 0).entered();
         let cpu = Cpu::new();
         let communicator = self.group.communicator(rank, cpu.clone())?;
-        Runtime::build(self.settings, self.run, self.specs, cpu, communicator)
+        let start = || {
+            agree(&*communicator, AGREEMENT, &self.lines()?)?;
+            Runtime::build(self.settings, self.run, self.specs, cpu, Arc::clone(&communicator))
+        };
+        start().inspect_err(|error| tracing::error!("{error:#}"))
+    }
+
+    /// What must be the same on every rank, beside the model and the runtime's configuration.
+    fn lines(&self) -> Result<Vec<String>> {
+        let settings = serde_json::to_value(self.settings)?;
+        let fields = settings.as_object().into_iter().flatten();
+        let mut lines: Vec<_> = fields.map(|(name, value)| format!("{name} = {value}")).collect();
+        lines.push(format!("text with digest {}", self.text));
+        Ok(lines)
     }
 }

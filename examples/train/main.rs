@@ -15,20 +15,28 @@ mod runtime;
 mod trace;
 mod world;
 
+use std::io::Write as _;
 use std::process::ExitCode;
 
+use anyhow::Context as _;
 use options::{Request, Settings};
 use rank::Stopped;
 use world::World;
 
 fn main() -> ExitCode {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let (launch, local) = match world::launch() {
+    let found = world::launch();
+    let world = found.as_ref().ok().map(|(launch, _)| launch.world as usize);
+    let launched = world.filter(|&world| world > 1);
+    let request = options::parse(std::env::args_os(), launched);
+    if let Ok(Request::Show(text)) = &request {
+        // Help is for those, too, whose environment is half set.
+        return finish("train", print(text), 1);
+    }
+    let (launch, local) = match found {
         Ok(found) => found,
         Err(error) => return finish("train", Err(error), 1),
     };
-    let launched = (launch.world > 1).then_some(launch.world as usize);
-    let request = options::parse(std::env::args_os(), launched);
     if let Ok(Request::Run(settings)) = &request
         && std::env::var_os("RAYON_NUM_THREADS").is_none()
     {
@@ -45,10 +53,7 @@ fn main() -> ExitCode {
         None => "train".to_owned(),
     };
     match request {
-        Ok(Request::Show(text)) => {
-            print!("{text}");
-            ExitCode::SUCCESS
-        }
+        Ok(Request::Show(text)) => finish(&name, print(&text), 1),
         Ok(Request::Run(settings)) => match train(launch, &settings) {
             Err(error) if error.is::<Stopped>() => finish(&name, Err(error), STOPPED),
             result => finish(&name, result, 1),
@@ -68,9 +73,15 @@ fn train(launch: gather8::collectives::Launch, settings: &Settings) -> anyhow::R
         return Ok(());
     }
     plot::loss_curves(&settings.out, &outputs)?;
-    print!("{}", report::table(&outputs));
-    println!("Loss curves: {}", settings.out.join("loss.svg").display());
-    Ok(())
+    let picture = settings.out.join("loss.svg");
+    print(&format!("{}Loss curves: {}\n", report::table(&outputs), picture.display()))
+}
+
+/// Text on stdout; that it is closed or full is an error like any other.
+fn print(text: &str) -> anyhow::Result<()> {
+    let mut stdout = std::io::stdout();
+    let written = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush());
+    written.context("cannot write to stdout")
 }
 
 /// One sentence on stderr, whatever RUST_BACKTRACE says.
@@ -78,7 +89,9 @@ fn finish(name: &str, result: anyhow::Result<()>, code: u8) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("{name}: {}", format!("{error:#}").replace('\n', " "));
+            let sentence = format!("{error:#}").replace('\n', " ");
+            // There is nowhere else to complain if stderr is closed.
+            let _ = writeln!(std::io::stderr(), "{name}: {sentence}");
             ExitCode::from(code)
         }
     }

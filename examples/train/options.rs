@@ -226,6 +226,7 @@ pub(crate) struct Settings {
     /// Seed of weights and batches.
     pub(crate) seed: u64,
     /// Text instead of Moby-Dick.
+    #[serde(serialize_with = "shown")]
     pub(crate) text: Option<PathBuf>,
     /// Output folder.
     #[serde(skip)]
@@ -244,6 +245,11 @@ pub(crate) struct Settings {
     pub(crate) log: tracing::Level,
     /// A fault to inject.
     pub(crate) inject_fault: Option<Fault>,
+}
+
+/// A path as it is shown: names need not be Unicode.
+fn shown<S: serde::Serializer>(path: &Option<PathBuf>, serializer: S) -> Result<S::Ok, S::Error> {
+    path.as_ref().map(|path| path.display().to_string()).serialize(serializer)
 }
 
 impl Settings {
@@ -307,13 +313,29 @@ pub(crate) fn parse(
     let filed = match &given.config {
         None => Options::default(),
         Some(path) => {
-            let text = std::fs::read_to_string(path)
+            let text = read_file(path, 1 << 20)
+                .and_then(|bytes| Ok(String::from_utf8(bytes)?))
                 .with_context(|| format!("cannot read the configuration {}", path.display()))
                 .map_err(|error| Rejected { error, code: 1 })?;
             read(&text, path).map_err(usage)?
         }
     };
     settle(given, filed, launched).map(|settings| Request::Run(Box::new(settings))).map_err(usage)
+}
+
+/// A regular file of at most `most` bytes: a device or a pipe would never end.
+///
+/// # Errors
+/// A file that is none, is too large, or cannot be read.
+pub(crate) fn read_file(path: &Path, most: u64) -> Result<Vec<u8>> {
+    let status = std::fs::metadata(path)?;
+    if !status.is_file() {
+        bail!("it is no regular file");
+    }
+    if status.len() > most {
+        bail!("it has {} bytes, more than {most}", status.len());
+    }
+    Ok(std::fs::read(path)?)
 }
 
 /// clap's message without its usage lines.
@@ -396,24 +418,21 @@ fn runs(compare: bool, gather: Option<Gather>, scaling: Option<Scaling>) -> Resu
 }
 
 fn check(settings: &Settings) -> Result<()> {
-    let at_least_one = [
-        ("ranks", settings.ranks),
-        ("steps", settings.steps),
-        ("batch", settings.batch),
-        ("microbatches", settings.microbatches),
-        ("context", settings.context),
-        ("width", settings.width),
-        ("heads", settings.heads),
-        ("layers", settings.layers),
-        ("history", settings.history),
+    let ranges = [
+        ("ranks", settings.ranks, 256),
+        ("steps", settings.steps, 1_000_000_000),
+        ("batch", settings.batch, 65_536),
+        ("microbatches", settings.microbatches, 65_536),
+        ("context", settings.context, 65_536),
+        ("width", settings.width, 16_384),
+        ("heads", settings.heads, 16_384),
+        ("layers", settings.layers, 256),
+        ("history", settings.history, 1024),
     ];
-    for (name, value) in at_least_one {
-        if value == 0 {
-            bail!("--{name} must be at least 1");
+    for (name, value, most) in ranges {
+        if !(1..=most).contains(&value) {
+            bail!("--{name} must be at least 1 and at most {most}, not {value}");
         }
-    }
-    if settings.history > 1024 {
-        bail!("--history must be at most 1024, not {}", settings.history);
     }
     if !settings.width.is_multiple_of(settings.heads) {
         bail!("--heads {} must divide --width {}", settings.heads, settings.width);
@@ -428,14 +447,17 @@ fn check(settings: &Settings) -> Result<()> {
             settings.microbatches
         );
     }
+    // The optimizer computes in f32.
+    let finite = |value: f64| (value as f32).is_finite();
     let positive = [("lr", settings.lr), ("max-grad-norm", settings.max_grad_norm)];
     for (name, value) in positive {
-        if !(value.is_finite() && value > 0.0) {
-            bail!("--{name} must be a positive number, not {value}");
+        if !(finite(value) && value > 0.0) {
+            bail!("--{name} must be a positive number that f32 can hold, not {value}");
         }
     }
-    if !(settings.weight_decay.is_finite() && settings.weight_decay >= 0.0) {
-        bail!("--weight-decay must be 0 or a positive number, not {}", settings.weight_decay);
+    let decay = settings.weight_decay;
+    if !(finite(decay) && decay >= 0.0) {
+        bail!("--weight-decay must be 0 or a positive number that f32 can hold, not {decay}");
     }
     Ok(())
 }

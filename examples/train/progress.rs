@@ -1,6 +1,6 @@
 //! A bar on a terminal, a line every ten seconds elsewhere; both on stderr.
 
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write as _};
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
@@ -38,7 +38,11 @@ impl Progress {
         } else if self.last.elapsed() >= INTERVAL {
             self.last = Instant::now();
             let Self { name, steps, .. } = self;
-            eprintln!("{name}: step {done} of {steps}, loss {loss:.3}, {tokens_per_s:.0} tokens/s");
+            // A closed stderr is no reason to stop.
+            let _ = writeln!(
+                std::io::stderr(),
+                "{name}: step {done} of {steps}, loss {loss:.3}, {tokens_per_s:.0} tokens/s"
+            );
         }
     }
 
@@ -47,5 +51,11 @@ impl Progress {
         if let Some(bar) = &self.bar {
             bar.abandon();
         }
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        self.finish();
     }
 }

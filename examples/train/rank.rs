@@ -55,45 +55,50 @@ pub(crate) fn run_rank(
     for step in 0..settings.steps {
         // At the most important level, so that every log line and every span inside names them.
         let _span = tracing::error_span!("step", rank, step).entered();
-        let started = Instant::now();
-        let mut local = 0.0;
-        for microbatch in 0..settings.microbatches {
-            let samples = share(settings.batch, microbatch * settings.ranks + rank, parts);
-            let batch = windows.batch(step as u64, samples);
-            // The runtime takes the plain mean over ranks and microbatches; this makes it the mean
-            // over samples when their shares differ.
-            let factor = (batch.sequences * parts) as f64 / settings.batch as f64;
-            driver.begin_microbatch(microbatch, settings.microbatches)?;
-            local += factor * model.train(&batch, factor)?;
-            driver.finish_backward()?;
-        }
-        let lr = settings.learning_rate(step);
-        let local = local / settings.microbatches as f64;
-        let (loss, stopping) = driver.agree(local, stop.requested())?;
-        if !loss.is_finite() {
-            bail!("the loss is {loss} at step {step}: lower --lr, which is {}", settings.lr);
-        }
-        let stats = driver.step(lr)?;
-        if !stats.grad_norm.is_finite() {
-            let norm = stats.grad_norm;
-            bail!("the gradient's norm is {norm} at step {step}: lower --lr, {}", settings.lr);
-        }
-        let record = StepRecord {
-            step,
-            loss,
-            lr,
-            grad_norm: stats.grad_norm,
-            tokens_per_s: tokens / started.elapsed().as_secs_f64(),
-            gathered_bytes: stats.gathered_bytes,
-            reduced_bytes: stats.reduced_bytes,
-            amax_max: stats.amax_max,
-            saturated: stats.saturated,
+        let mut run = || -> Result<(StepRecord, bool)> {
+            let started = Instant::now();
+            let mut local = 0.0;
+            for microbatch in 0..settings.microbatches {
+                let samples = share(settings.batch, microbatch * settings.ranks + rank, parts);
+                let batch = windows.batch(step as u64, samples);
+                // The runtime takes the plain mean over ranks and microbatches; this makes it the
+                // mean over samples when their shares differ.
+                let factor = (batch.sequences * parts) as f64 / settings.batch as f64;
+                driver.begin_microbatch(microbatch, settings.microbatches)?;
+                local += factor * model.train(&batch, factor)?;
+                driver.finish_backward()?;
+            }
+            let lr = settings.learning_rate(step);
+            let local = local / settings.microbatches as f64;
+            let (loss, stopping) = driver.agree(local, stop.requested())?;
+            if !loss.is_finite() {
+                bail!("the loss is {loss} at step {step}: lower --lr, which is {}", settings.lr);
+            }
+            let stats = driver.step(lr)?;
+            if !stats.grad_norm.is_finite() {
+                let norm = stats.grad_norm;
+                bail!("the gradient's norm is {norm} at step {step}: lower --lr, {}", settings.lr);
+            }
+            let record = StepRecord {
+                step,
+                loss,
+                lr,
+                grad_norm: stats.grad_norm,
+                tokens_per_s: tokens / started.elapsed().as_secs_f64(),
+                gathered_bytes: stats.gathered_bytes,
+                reduced_bytes: stats.reduced_bytes,
+                amax_max: stats.amax_max,
+                saturated: stats.saturated,
+            };
+            tracing::info!(loss, lr, grad_norm = record.grad_norm, "step done");
+            Ok((record, stopping))
         };
-        tracing::info!(loss, lr, grad_norm = record.grad_norm, "step done");
+        let (record, stopping) = run().inspect_err(|error| tracing::error!("{error:#}"))?;
         if let Some(recorder) = &mut recorder {
             recorder.step(record)?;
         }
         if stopping {
+            tracing::info!("{FAREWELL}");
             recorder.map(Recorder::finish).transpose()?;
             return Err(Stopped.into());
         }

@@ -1,12 +1,12 @@
 //! metrics.jsonl, and the closing table.
 
 use std::fmt::Write as _;
-use std::fs::File;
 use std::io::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use gather8_examples::whole_file::WholeFile;
 use serde::Serialize;
 use serde_json::json;
 
@@ -56,18 +56,15 @@ pub(crate) struct Output {
     pub(crate) tokens: usize,
 }
 
-/// Writes metrics.jsonl under another name and gives it its own when the run is complete; a run that
-/// fails leaves none.
+/// Writes metrics.jsonl under a temporary name and gives it its own when the run is complete; a run
+/// that fails leaves none, nor that of a run before it.
 pub(crate) struct Recorder {
     run: Run,
-    file: File,
-    partial: PathBuf,
-    path: PathBuf,
+    file: WholeFile,
     records: Vec<StepRecord>,
     progress: Progress,
     started: Instant,
     tokens: usize,
-    finished: bool,
 }
 
 impl Recorder {
@@ -77,19 +74,23 @@ impl Recorder {
     /// A file that cannot be written.
     pub(crate) fn create(settings: &Settings, run: Run, folder: &Path) -> Result<Self> {
         let path = folder.join("metrics.jsonl");
-        let partial = folder.join("metrics.jsonl.partial");
-        let file = File::create(&partial)
-            .with_context(|| format!("cannot write {}", partial.display()))?;
+        let file = WholeFile::create(&path)?;
+        for stale in [&path, &settings.out.join("loss.svg")] {
+            match std::fs::remove_file(stale) {
+                Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                    return Err(error)
+                        .with_context(|| format!("cannot remove {}", stale.display()));
+                }
+                _ => {}
+            }
+        }
         let mut recorder = Self {
             run,
             file,
-            partial,
-            path,
-            records: Vec::with_capacity(settings.steps),
+            records: Vec::new(),
             progress: Progress::start(run.name(), settings.steps),
             started: Instant::now(),
             tokens: settings.batch * settings.context,
-            finished: false,
         };
         let configuration = json!({
             "run": run,
@@ -106,10 +107,8 @@ impl Recorder {
     fn line(&mut self, value: &impl Serialize) -> Result<()> {
         let mut line = serde_json::to_string(value)?;
         line.push('\n');
-        // Whole lines only, so that a reader of a running training never sees half of one.
-        self.file
-            .write_all(line.as_bytes())
-            .with_context(|| format!("cannot write {}", self.partial.display()))
+        let written = self.file.file().write_all(line.as_bytes());
+        written.with_context(|| format!("cannot write {}", self.file.path().display()))
     }
 
     /// Takes one step's figures.
@@ -126,25 +125,12 @@ impl Recorder {
     /// Completes the file.
     ///
     /// # Errors
-    /// A file that cannot be renamed.
-    pub(crate) fn finish(mut self) -> Result<Output> {
+    /// A file that cannot be flushed or renamed.
+    pub(crate) fn finish(self) -> Result<Output> {
         let time = self.started.elapsed();
         self.progress.finish();
-        std::fs::rename(&self.partial, &self.path)
-            .with_context(|| format!("cannot write {}", self.path.display()))?;
-        self.finished = true;
-        let records = std::mem::take(&mut self.records);
-        Ok(Output { run: self.run, records, time, tokens: self.tokens })
-    }
-}
-
-impl Drop for Recorder {
-    fn drop(&mut self) {
-        if !self.finished {
-            self.progress.finish();
-            // The reason is already on its way to the user.
-            let _ = std::fs::remove_file(&self.partial);
-        }
+        self.file.finish()?;
+        Ok(Output { run: self.run, records: self.records, time, tokens: self.tokens })
     }
 }
 

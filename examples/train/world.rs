@@ -14,7 +14,7 @@ use crate::options::{Mover, Settings};
 /// Who trains beside this process.
 pub(crate) enum World {
     /// Nobody: every rank is a thread here.
-    Threads(usize),
+    Threads(usize, Stop),
     /// Processes that a launcher started, one rank each.
     Processes(Processes),
 }
@@ -53,7 +53,9 @@ impl World {
     /// without.
     pub(crate) fn join(launch: Launch, settings: &Settings) -> Result<Self> {
         if launch.world == 1 {
-            return Ok(Self::Threads(settings.ranks));
+            // No peer can be lost: the step in progress is finished in any case.
+            let stop = Stop::on_sigterm(|| Ok(()), |_| ())?;
+            return Ok(Self::Threads(settings.ranks, stop));
         }
         let options = JoinOptions::from_env()?;
         let mover = match settings.communicator {
@@ -84,7 +86,7 @@ impl World {
     /// The ranks that run here.
     pub(crate) fn own(&self) -> Range<usize> {
         match self {
-            Self::Threads(ranks) => 0..*ranks,
+            Self::Threads(ranks, _) => 0..*ranks,
             Self::Processes(processes) => {
                 let rank = processes.launch.rank as usize;
                 rank..rank + 1
@@ -95,7 +97,7 @@ impl World {
     /// The number in the name of this process's trace; none if all ranks are in one.
     pub(crate) fn trace_number(&self) -> Option<u32> {
         match self {
-            Self::Threads(_) => None,
+            Self::Threads(..) => None,
             Self::Processes(processes) => Some(processes.launch.rank),
         }
     }
@@ -106,7 +108,7 @@ impl World {
     /// More ranks than a world can have.
     pub(crate) fn group(&self, folder: &std::path::Path) -> Result<Group<'_>> {
         Ok(match self {
-            Self::Threads(ranks) => Group::Threads(LocalWorld::new(u32::try_from(*ranks)?)),
+            Self::Threads(ranks, _) => Group::Threads(LocalWorld::new(u32::try_from(*ranks)?)),
             Self::Processes(processes) => {
                 let path = folder.join(format!("rank-{}.log", processes.launch.rank));
                 *processes.log.lock().unwrap_or_else(PoisonError::into_inner) = Some(path);
@@ -118,7 +120,7 @@ impl World {
     /// Whether a launcher has told this process to stop.
     pub(crate) fn stop(&self) -> Stop {
         match self {
-            Self::Threads(_) => Stop::default(),
+            Self::Threads(_, stop) => stop.clone(),
             Self::Processes(processes) => processes.stop.clone(),
         }
     }
@@ -164,7 +166,7 @@ pub(crate) fn launch() -> Result<(Launch, usize)> {
 /// The sentence of a rank that is about to be ended, where it will be looked for.
 fn say_last(rank: u32, log: Option<PathBuf>, sentence: &str) {
     use std::io::Write as _;
-    eprintln!("train: rank {rank}: {sentence}");
+    let _ = writeln!(std::io::stderr(), "train: rank {rank}: {sentence}");
     let file = log.and_then(|path| std::fs::OpenOptions::new().append(true).open(path).ok());
     if let Some(mut file) = file {
         // The process ends now; there is nobody left to tell.

@@ -1,5 +1,7 @@
 //! Before the first step every rank says what it was given; the first difference is the error.
 
+use std::time::Duration;
+
 use gather8_collectives::{Communicator, Op};
 use gather8_kernels::Backend;
 
@@ -39,20 +41,41 @@ pub fn digest(config: &Config, units: &[UnitSpec]) -> String {
     blake3::hash(describe(config, units).join("\n").as_bytes()).to_hex().to_string()
 }
 
-/// Exchanges the descriptions' digests, and on a difference the descriptions themselves.
+/// Compares configuration and model.
 pub(crate) fn check<B: Backend>(
     communicator: &dyn Communicator<B>,
     op: Op<'_>,
     config: &Config,
     units: &[UnitSpec],
 ) -> Result<()> {
-    let own = digest(config, units);
+    compare(communicator, op, &describe(config, units))
+}
+
+/// Compares what a trainer adds of its own (seed, data, batch size) in the same way: one line per
+/// thing that must be the same on every rank. Every rank calls it; all get the same verdict.
+///
+/// # Errors
+/// [`Error::Disagreement`] with the first line that differs; a failure of the communicator.
+pub fn agree<B: Backend>(
+    communicator: &dyn Communicator<B>,
+    deadline: Duration,
+    lines: &[String],
+) -> Result<()> {
+    compare(communicator, Op { sequence: 0, name: "agreement", unit: "settings", deadline }, lines)
+}
+
+/// Exchanges digests, and on a difference the lines themselves.
+fn compare<B: Backend>(
+    communicator: &dyn Communicator<B>,
+    op: Op<'_>,
+    lines: &[String],
+) -> Result<()> {
+    let own = blake3::hash(lines.join("\n").as_bytes()).to_hex().to_string();
     let digests = communicator.exchange(op, own.as_bytes())?;
     if digests.iter().all(|other| *other == own.as_bytes()) {
         return Ok(());
     }
     let again = Op { sequence: op.sequence + 1, ..op };
-    let lines = describe(config, units);
     let texts = communicator.exchange(again, lines.join("\n").as_bytes())?;
     Err(Error::Disagreement { difference: first_difference(&texts) })
 }

@@ -22,7 +22,7 @@ mod update;
 mod view;
 mod weight;
 
-pub use agreement::digest;
+pub use agreement::{agree, digest};
 pub use builder::FsdpBuilder;
 pub use config::{Config, Scaling};
 pub use error::{Error, Result};
