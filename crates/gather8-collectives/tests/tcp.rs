@@ -215,8 +215,11 @@ fn control_reports_vetoes_and_announces() {
         let error = control.veto(op(1, "save"), objection.as_deref()).unwrap_err();
         assert_eq!(error.to_string(), "rank 1 objects: no disk on 1");
         control.check().unwrap();
-        // Nobody announces before all have looked.
-        control.veto(op(2, "save"), None).unwrap();
+        // Nobody announces before all have looked; rank 2 may be through, and announce, before the
+        // last word of another has reached everybody.
+        if let Err(error) = control.veto(op(2, "save"), None) {
+            assert!(r.rank != 2 && error.to_string().contains("the loss is NaN"), "{error}");
+        }
         if r.rank == 2 {
             control.announce("the loss is NaN");
         }
@@ -226,7 +229,7 @@ fn control_reports_vetoes_and_announces() {
     });
     let texts = results.into_iter().map(Option::unwrap).collect::<Vec<_>>();
     for text in &texts[..2] {
-        assert_eq!(text, "rank 2 aborted (the loss is NaN) before barrier #2 of `block.0`");
+        assert!(text.starts_with("rank 2 aborted (the loss is NaN) before "), "{text}");
     }
     assert_eq!(texts[2], "aborted: the loss is NaN");
 }
