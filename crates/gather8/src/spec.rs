@@ -129,7 +129,7 @@ impl UnitSpec {
         Self { name: name.into(), weights: weights.into(), held: false }
     }
 
-    /// Held for the whole step.
+    /// Held from its first use to the end of the backward pass.
     pub fn held(mut self) -> Self {
         self.held = true;
         self

@@ -48,6 +48,13 @@ impl<B: Backend> Fsdp<B> {
         Ok(())
     }
 
+    /// Goes on after a sync found a weight that was not finite, once every rank has repaired it (by
+    /// [`update`](Self::update), say): calls stop returning that error, and the next
+    /// [`sync`](Self::sync) decides anew.
+    pub fn acknowledge(&self) {
+        self.table.acknowledge();
+    }
+
     fn refuse_resident(&self, id: WeightId, call: &'static str) -> Result<()> {
         let unit = self.unit_of(id)?;
         if self.is_resident(unit)? {

@@ -51,7 +51,7 @@ pub struct WeightSpec {
     pub name: String,
     /// Rows first; a linear weight is outputs x inputs.
     pub shape: Vec<usize>,
-    /// The unit that is gathered with it: 0 is the root, which stays gathered for the whole step;
+    /// The unit that is gathered with it: 0 is the root, which stays gathered for a microbatch;
     /// block `i` is unit `i + 1`.
     pub unit: usize,
     /// Whether it is gathered in float8; otherwise in BF16.

@@ -55,6 +55,13 @@ pub fn nan_in_one_shard_is_named_everywhere<B: Backend>(cx: &Context<B>) -> anyh
                 }
                 ensure!(after == before, "scales or rings moved");
                 ensure!(fsdp.weight(id, Phase::Inference).is_err(), "later calls must fail too");
+                // Repaired and acknowledged, it goes on.
+                fsdp.update(id, |values| values.iter_mut().for_each(|x| *x = 0.25))?;
+                fsdp.acknowledge();
+                fsdp.sync_blocking()?;
+                let repaired = fsdp.weight(id, Phase::Inference)?.to_f32()?;
+                ensure!(repaired.iter().all(|&x| x == 0.25), "{repaired:?}");
+                fsdp.discard_gradients()?;
             }
         }
     }
