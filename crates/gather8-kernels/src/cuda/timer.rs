@@ -25,7 +25,7 @@ impl Cuda {
     /// A timer for streams of this device.
     ///
     /// # Errors
-    /// [`Error::Device`](crate::Error::Device).
+    /// [`Error::Device`].
     pub fn timer(&self) -> Result<Timer> {
         self.0.enter()?;
         // cudarc has one name of it or another, according to the version that it is built for.
