@@ -50,9 +50,19 @@ impl<B: Backend> Fsdp<B> {
 
     /// Goes on after a sync found a weight that was not finite, once every rank has repaired it (by
     /// [`update`](Self::update), say): calls stop returning that error, and the next
-    /// [`sync`](Self::sync) decides anew.
-    pub fn acknowledge(&self) {
+    /// [`sync`](Self::sync) decides anew. The refused sync has dropped the amaxes of all weights, so
+    /// every float8 weight is taken as modified. Every rank calls it.
+    ///
+    /// # Errors
+    /// A failure of the device.
+    pub fn acknowledge(&self) -> Result<()> {
         self.table.acknowledge();
+        for (number, weight) in self.weights.iter().enumerate() {
+            if weight.float8.is_some() {
+                self.mark_modified(WeightId(number))?;
+            }
+        }
+        Ok(())
     }
 
     fn refuse_resident(&self, id: WeightId, call: &'static str) -> Result<()> {

@@ -35,6 +35,11 @@ pub fn nan_in_one_shard_is_named_everywhere<B: Backend>(cx: &Context<B>) -> anyh
                     .build(|spec, rows| anyhow::Ok(initial(spec, rows)))?;
                 let before = fsdp.table_snapshot()?;
                 let (rank, id) = (cx.rank(), fsdp.weight_id("bad")?);
+                // A sound weight changes in the same sync: its amax is refused with the bank.
+                let good = fsdp.weight_id("good")?;
+                let was = fsdp.weight(good, Phase::Inference)?.to_f32()?;
+                fsdp.discard_gradients()?;
+                fsdp.update(good, |values| values.iter_mut().for_each(|x| *x *= 2.0))?;
                 fsdp.update(id, |values| {
                     if rank == culprit {
                         values[2] = bad;
@@ -57,10 +62,12 @@ pub fn nan_in_one_shard_is_named_everywhere<B: Backend>(cx: &Context<B>) -> anyh
                 ensure!(fsdp.weight(id, Phase::Inference).is_err(), "later calls must fail too");
                 // Repaired and acknowledged, it goes on.
                 fsdp.update(id, |values| values.iter_mut().for_each(|x| *x = 0.25))?;
-                fsdp.acknowledge();
+                fsdp.acknowledge()?;
                 fsdp.sync_blocking()?;
                 let repaired = fsdp.weight(id, Phase::Inference)?.to_f32()?;
                 ensure!(repaired.iter().all(|&x| x == 0.25), "{repaired:?}");
+                let doubled: Vec<_> = was.iter().map(|x| x * 2.0).collect();
+                ensure!(fsdp.weight(good, Phase::Inference)?.to_f32()? == doubled, "stale bytes");
                 fsdp.discard_gradients()?;
             }
         }
