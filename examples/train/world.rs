@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use gather8::collectives::stop::Stop;
 use gather8::collectives::{Communicator, Control, JoinOptions, Launch, LocalWorld, TcpWorld};
 use gather8::kernels::cpu::Cpu;
@@ -15,8 +15,16 @@ use crate::options::{Mover, Settings};
 pub(crate) enum World {
     /// Nobody: every rank is a thread here.
     Threads(usize, Stop),
-    /// Processes that a launcher started, one rank each.
-    Processes(Processes),
+    /// Processes that a launcher started, one rank each, and what must outlive their connections.
+    Processes { here: Box<Processes>, _library: Library },
+}
+
+/// MPI, which is finalized when this is dropped, on the thread that initialized it: so it stays
+/// out of what the ranks' threads share.
+#[derive(Default)]
+pub(crate) struct Library {
+    #[cfg(feature = "mpi")]
+    mpi: Option<gather8::collectives::mpi::Mpi>,
 }
 
 /// This process's place among the others.
@@ -34,7 +42,7 @@ pub(crate) struct Processes {
 enum Moved {
     Tcp(TcpWorld),
     #[cfg(feature = "mpi")]
-    Mpi(gather8::collectives::mpi::MpiWorld, gather8::collectives::mpi::Mpi),
+    Mpi(gather8::collectives::mpi::MpiWorld),
 }
 
 /// What the ranks of one run talk through.
@@ -58,15 +66,17 @@ impl World {
             return Ok(Self::Threads(settings.ranks, stop));
         }
         let options = JoinOptions::from_env()?;
+        #[cfg_attr(not(feature = "mpi"), expect(unused_mut, reason = "only MPI is a library"))]
+        let mut library = Library::default();
         let mover = match settings.communicator {
             Mover::Tcp => Moved::Tcp(TcpWorld::join(&launch, &options)?),
             #[cfg(feature = "mpi")]
             Mover::Mpi => {
-                let mpi = gather8::collectives::mpi::Mpi::init()?;
-                Moved::Mpi(mpi.connect(options.deadline)?, mpi)
+                let mpi = library.mpi.insert(gather8::collectives::mpi::Mpi::init()?);
+                Moved::Mpi(mpi.connect(options.deadline)?)
             }
             #[cfg(not(feature = "mpi"))]
-            Mover::Mpi => bail!(
+            Mover::Mpi => anyhow::bail!(
                 "--communicator mpi needs a program built with the feature mpi: cargo build \
                  --release --features mpi --example train"
             ),
@@ -80,14 +90,15 @@ impl World {
             let path = last.lock().unwrap_or_else(PoisonError::into_inner).clone();
             say_last(rank, path, sentence);
         })?;
-        Ok(Self::Processes(Processes { launch, mover, stop, _control: control, log }))
+        let here = Box::new(Processes { launch, mover, stop, _control: control, log });
+        Ok(Self::Processes { here, _library: library })
     }
 
     /// The ranks that run here.
     pub(crate) fn own(&self) -> Range<usize> {
         match self {
             Self::Threads(ranks, _) => 0..*ranks,
-            Self::Processes(processes) => {
+            Self::Processes { here: processes, .. } => {
                 let rank = processes.launch.rank as usize;
                 rank..rank + 1
             }
@@ -98,7 +109,7 @@ impl World {
     pub(crate) fn trace_number(&self) -> Option<u32> {
         match self {
             Self::Threads(..) => None,
-            Self::Processes(processes) => Some(processes.launch.rank),
+            Self::Processes { here: processes, .. } => Some(processes.launch.rank),
         }
     }
 
@@ -109,7 +120,7 @@ impl World {
     pub(crate) fn group(&self, folder: &std::path::Path) -> Result<Group<'_>> {
         Ok(match self {
             Self::Threads(ranks, _) => Group::Threads(LocalWorld::new(u32::try_from(*ranks)?)),
-            Self::Processes(processes) => {
+            Self::Processes { here: processes, .. } => {
                 let path = folder.join(format!("rank-{}.log", processes.launch.rank));
                 *processes.log.lock().unwrap_or_else(PoisonError::into_inner) = Some(path);
                 Group::Processes(processes)
@@ -121,7 +132,7 @@ impl World {
     pub(crate) fn stop(&self) -> Stop {
         match self {
             Self::Threads(_, stop) => stop.clone(),
-            Self::Processes(processes) => processes.stop.clone(),
+            Self::Processes { here: processes, .. } => processes.stop.clone(),
         }
     }
 }
@@ -131,7 +142,7 @@ impl Moved {
         match self {
             Self::Tcp(world) => world.control(),
             #[cfg(feature = "mpi")]
-            Self::Mpi(world, _) => world.control(),
+            Self::Mpi(world) => world.control(),
         }
     }
 }
@@ -147,7 +158,7 @@ impl Group<'_> {
             Self::Processes(processes) => match &processes.mover {
                 Moved::Tcp(world) => world.communicator(cpu),
                 #[cfg(feature = "mpi")]
-                Moved::Mpi(world, _) => world.communicator(cpu),
+                Moved::Mpi(world) => world.communicator(cpu),
             },
         })
     }
