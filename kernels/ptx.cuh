@@ -34,3 +34,6 @@ G8_FN float from_f16_hard(u16 h) { float x; asm("cvt.f32.f16 %0, %1;" : "=f"(x) 
 // Approximations, the start of an exact division or root.
 G8_FN float rcp_approx(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 G8_FN float rsqrt_approx(float x) { float y; asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+
+// The device's clock, in nanoseconds; it moves in steps of about a microsecond.
+G8_FN u64 nanoseconds_now() { u64 t; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)); return t; }

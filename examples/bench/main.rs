@@ -19,6 +19,7 @@ use gather8_examples::bench::{
 };
 use gather8_examples::bench::{device, host};
 use gather8_examples::export::one_line;
+use gather8_examples::size::size;
 use gather8_examples::whole_file::WholeFile;
 use gather8_kernels::cpu::Cpu;
 
@@ -78,19 +79,6 @@ struct Results {
     rows: Vec<Measured>,
     gathers: Vec<Gathered>,
     figures: Vec<Figure>,
-}
-
-fn size(text: &str) -> Result<u64, String> {
-    let (digits, unit) = match text.char_indices().next_back() {
-        Some((at, 'K' | 'k')) => (text.get(..at), 1 << 10),
-        Some((at, 'M' | 'm')) => (text.get(..at), 1 << 20),
-        Some((at, 'G' | 'g')) => (text.get(..at), 1 << 30),
-        _ => (Some(text), 1_u64),
-    };
-    let number = digits.and_then(|digits| digits.parse::<u64>().ok());
-    let bytes = number.and_then(|number| number.checked_mul(unit));
-    let bytes = bytes.filter(|bytes| (1 << 10..=1 << 40).contains(bytes));
-    bytes.ok_or_else(|| "give a number of bytes from 1K to 1024G, such as 256M".to_owned())
 }
 
 fn main() -> ExitCode {

@@ -3,8 +3,10 @@
 use std::io::Write;
 use std::process::ExitCode;
 
-use clap::{Parser, ValueEnum};
-use gather8_examples::doctor::Report;
+use clap::error::ErrorKind;
+use clap::{CommandFactory, Parser, ValueEnum};
+use gather8_examples::doctor::{Report, Start};
+use gather8_examples::size::size;
 
 /// Looks for what gather8 needs: processor, launcher's variables, driver, GPUs, NVRTC, cuBLASLt, NCCL.
 ///
@@ -16,6 +18,10 @@ struct Arguments {
     /// compiles the kernels the first time.
     #[arg(long, value_enum)]
     device: Option<Device>,
+    /// Fails if this rank's GPU has not so many bytes free in one piece; K, M and G are 2^10, 2^20,
+    /// 2^30. With `--device cuda`.
+    #[arg(long, value_parser = size)]
+    memory: Option<u64>,
     /// Prints JSON.
     #[arg(long)]
     json: bool,
@@ -31,7 +37,14 @@ enum Device {
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    let report = Report::here(arguments.device == Some(Device::Cuda));
+    let start = match (arguments.device, arguments.memory) {
+        (Some(Device::Cuda), memory) => Some(Start { memory: memory.unwrap_or(0) }),
+        (_, None) => None,
+        (_, Some(_)) => Arguments::command()
+            .error(ErrorKind::ArgumentConflict, "--memory is of a GPU: give --device cuda, too")
+            .exit(),
+    };
+    let report = Report::here(start);
     let text = if arguments.json {
         serde_json::to_string_pretty(&report).unwrap_or_else(|error| error.to_string()) + "\n"
     } else {

@@ -9,6 +9,7 @@ pub mod gpt;
 pub mod random;
 pub mod reference;
 pub mod seat;
+pub mod size;
 pub mod text;
 pub mod weights;
 pub mod whole_file;

@@ -14,6 +14,7 @@
 pub mod cases;
 pub mod model;
 pub mod processes;
+pub mod ten_steps;
 pub mod threads;
 
 use std::sync::Arc;

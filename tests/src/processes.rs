@@ -99,7 +99,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         #[cfg(feature = "cuda")]
         "nccl" => {
             let verdicts = tcp()?.communicator(Cpu::new());
-            rank(args, &launch, &*verdicts, &[], &mut || gpu(&launch, &tcp()?))
+            rank(args, &launch, &*verdicts, &cases::gpu::ALL, &mut || gpu(&launch, &tcp()?))
         }
         #[cfg(feature = "mpi")]
         "mpi" => {
@@ -137,8 +137,10 @@ fn rank<B: Backend>(
         if args.transport == "nccl" && HOST_ONLY.contains(&name) {
             continue;
         }
-        if args.filter.as_ref().is_some_and(|filter| !name.contains(filter.as_str())) {
-            continue;
+        match &args.filter {
+            Some(filter) if !name.contains(filter.as_str()) => continue,
+            None if LONG.contains(&name) => continue,
+            _ => {}
         }
         let start = Instant::now();
         let context = fresh()?;
@@ -178,6 +180,9 @@ fn rank<B: Backend>(
 /// What only communicators that see every rank's call can tell: NCCL is not told what the peers
 /// passed.
 const HOST_ONLY: [&str; 1] = ["mismatches_are_told_to_all"];
+
+/// What takes minutes, and runs only where it is named.
+const LONG: [&str; 1] = ["delays_change_no_byte"];
 
 /// A GPU of this rank's, shared if there are more ranks than GPUs, and NCCL over it.
 ///

@@ -27,6 +27,7 @@ cases! {
     collectives::gathers_land_in_rank_order,
     collectives::reductions_are_exact_on_integers,
     collectives::broadcasts_and_messages,
+    collectives::an_event_after_a_gather_waits_for_all,
     collectives::splits_work_side_by_side,
     collectives::an_abort_reaches_everybody,
     collectives::who_leaves_or_sleeps_is_named,

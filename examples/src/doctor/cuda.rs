@@ -5,13 +5,14 @@ use std::path::Path;
 use anyhow::{Context, Result, bail};
 use gather8_collectives::{Launch, nccl};
 use gather8_kernels::cuda::{Cuda, Nvrtc, can_access_peer, probe};
+use gather8_kernels::{Backend, Memory};
 use libloading::Library;
 
-use super::Report;
+use super::{Report, Start};
 use crate::seat::ordinal;
 
 impl Report {
-    pub(super) fn look_for_cuda(&mut self, launch: Option<&Launch>, start: bool) {
+    pub(super) fn look_for_cuda(&mut self, launch: Option<&Launch>, start: Option<Start>) {
         let devices = self.driver();
         match Nvrtc::open() {
             Ok(nvrtc) => {
@@ -47,13 +48,25 @@ impl Report {
             return;
         }
         let Some(launch) = launch else { return };
-        match ordinal(launch, devices, true) {
-            Ok(ordinal) if start => match Cuda::new(ordinal) {
-                Ok(_) => self.add(format!("cuda:{ordinal}"), true, "starts, with its kernels"),
-                Err(error) => self.lack(format!("cuda:{ordinal}"), &error),
-            },
-            Ok(_) => {}
-            Err(error) => self.lack("GPU", &error),
+        match (ordinal(launch, devices, true), start) {
+            (Ok(ordinal), Some(start)) => self.start(ordinal, start),
+            (Ok(_), None) => {}
+            (Err(error), _) => self.lack("GPU", &error),
+        }
+    }
+
+    fn start(&mut self, ordinal: u32, start: Start) {
+        let name = format!("cuda:{ordinal}");
+        let cuda = match Cuda::new(ordinal) {
+            Ok(cuda) => cuda,
+            Err(error) => return self.lack(name, &error),
+        };
+        self.add(name.clone(), true, "starts, with its kernels");
+        if start.memory > 0 {
+            match cuda.alloc(start.memory, Memory::Device) {
+                Ok(_) => self.add(name, true, format!("has {} bytes free", start.memory)),
+                Err(error) => self.lack(name, &error),
+            }
         }
     }
 

@@ -14,6 +14,13 @@ use crate::bench::Machine;
 /// Why `--device cuda` ends at once in a build without it.
 pub const NOT_COMPILED_IN: &str = "this program is built without CUDA: build it with `--features cuda` (which needs no CUDA on the building machine), or use --device cpu";
 
+/// What this rank's GPU is started for.
+#[derive(Clone, Copy, Debug)]
+pub struct Start {
+    /// Bytes that it must have free.
+    pub memory: u64,
+}
+
 /// One thing that was looked for.
 #[derive(Clone, Debug, Serialize)]
 pub struct Finding {
@@ -51,7 +58,7 @@ impl Report {
 
     /// Looks at this machine. With `start` this rank's GPU is started too, which compiles the
     /// kernels.
-    pub fn here(start: bool) -> Self {
+    pub fn here(start: Option<Start>) -> Self {
         let mut report = Self { findings: Vec::new(), cpu: None, cuda: None };
         let compiled_in = cfg!(feature = "cuda");
         let build = if compiled_in { "CUDA is compiled in" } else { "CUDA is not compiled in" };
@@ -80,7 +87,7 @@ impl Report {
     }
 
     #[cfg(not(feature = "cuda"))]
-    fn look_for_cuda(&mut self, _: Option<&Launch>, _: bool) {
+    fn look_for_cuda(&mut self, _: Option<&Launch>, _: Option<Start>) {
         self.cuda.get_or_insert_with(|| NOT_COMPILED_IN.to_owned());
     }
 }

@@ -79,6 +79,65 @@ pub fn gathers_land_in_rank_order<B: Backend>(cx: &Context<B>) -> anyhow::Result
     Ok(())
 }
 
+/// How late a rank comes where others must wait for it, and what a clock may miss of that.
+const LATE: Duration = Duration::from_millis(300);
+const SLACK: Duration = Duration::from_millis(50);
+
+/// An event that is recorded behind a gather passes when the bytes are there, not when the gather has
+/// been issued: not before the last rank has come.
+pub fn an_event_after_a_gather_waits_for_all<B: Backend>(cx: &Context<B>) -> anyhow::Result<()> {
+    late_gather(cx, |_| {
+        std::thread::sleep(LATE);
+        Ok(())
+    })
+}
+
+/// A gather for which the last rank comes [`LATE`], by what `linger` does to it or to its stream; the
+/// others see their events after it.
+pub fn late_gather<B: Backend>(
+    cx: &Context<B>,
+    linger: impl Fn(&B::Stream) -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
+    let hand = Hand::new(cx)?;
+    let reader = cx.backend.stream("reader")?;
+    let (world, late) = (u64::from(cx.world()), cx.world() - 1);
+    let lengths = [70_000, 3];
+    // The first gather of a communicator also connects its ranks.
+    for step in 0..3 {
+        let mut parts = Vec::new();
+        for (part, &len) in (0..).zip(&lengths) {
+            let source = hand.span_of(&content(cx.rank(), part + step, len))?;
+            parts.push((source, hand.zeros(len * world)?));
+        }
+        let copies = [hand.zeros(lengths[0] * world)?, hand.zeros(lengths[1] * world)?];
+        cx.backend.synchronize(&hand.stream)?;
+        cx.communicator.barrier(op(step, "barrier"))?;
+        let start = std::time::Instant::now();
+        if step > 0 && cx.rank() == late {
+            linger(&hand.stream)?;
+        }
+        cx.communicator.all_gather(op(step, "all-gather"), &parts, &hand.stream)?;
+        let gathered = cx.backend.record(&hand.stream)?;
+        cx.backend.wait(&reader, &gathered, "case-gather")?;
+        for ((_, destination), copy) in parts.iter().zip(&copies) {
+            cx.backend.copy(&reader, destination, copy)?;
+        }
+        cx.backend.wait_host(&gathered)?;
+        let waited = start.elapsed();
+        ensure!(
+            step == 0 || world == 1 || waited >= LATE - SLACK,
+            "the event passed after {waited:?}, but rank {late} came {LATE:?} late"
+        );
+        for ((part, &len), copy) in (0..).zip(&lengths).zip(&copies) {
+            let expected = (0..cx.world()).flat_map(|rank| content(rank, part + step, len));
+            let mut bytes = vec![0; copy.len() as usize];
+            cx.backend.download(&reader, copy, &mut bytes)?;
+            ensure!(bytes == expected.collect::<Vec<_>>(), "part {part} of step {step}");
+        }
+    }
+    Ok(())
+}
+
 /// On integers every order of addition gives the same; MAX keeps NaN above all.
 pub fn reductions_are_exact_on_integers<B: Backend>(cx: &Context<B>) -> anyhow::Result<()> {
     let hand = Hand::new(cx)?;

@@ -2,6 +2,8 @@
 
 pub mod collectives;
 pub mod gather;
+#[cfg(feature = "cuda")]
+pub mod gpu;
 pub mod lifecycle;
 pub mod refusals;
 pub mod scaling;
@@ -17,6 +19,10 @@ pub fn all<B: Backend>() -> Vec<(&'static str, Case<B>)> {
         ("gathers_land_in_rank_order", collectives::gathers_land_in_rank_order),
         ("reductions_are_exact_on_integers", collectives::reductions_are_exact_on_integers),
         ("broadcasts_and_messages", collectives::broadcasts_and_messages),
+        (
+            "an_event_after_a_gather_waits_for_all",
+            collectives::an_event_after_a_gather_waits_for_all,
+        ),
         ("splits_work_side_by_side", collectives::splits_work_side_by_side),
         ("an_abort_reaches_everybody", collectives::an_abort_reaches_everybody),
         ("who_leaves_or_sleeps_is_named", collectives::who_leaves_or_sleeps_is_named),

@@ -73,6 +73,7 @@ impl NcclCommunicator {
         // A captured operation is watched when its graph is replayed, not now.
         let watched = !cuda.is_capturing();
         let _issuing = lock(&self.world.issuing);
+        cuda.announce(op.name, on)?;
         let before = if watched { Some(cuda.record(on)?) } else { None };
         // SAFETY: a group of calls of this thread, closed below.
         let mut result = vec![unsafe { (self.world.nccl.group_start)() }];

@@ -15,6 +15,7 @@ use super::driver::{self, DeviceInfo, Handle, check, is_fatal};
 use super::nvrtc::Nvrtc;
 use super::sources::{SOURCES, Source};
 use super::staging::Staging;
+use super::trial::Observer;
 use crate::error::{Error, Result};
 
 /// The oldest architecture that the kernels are compiled and tested for.
@@ -42,6 +43,7 @@ pub(super) struct Core {
     /// What is used while a graph is captured.
     pub(super) capture: Mutex<Option<Vec<Keep>>>,
     pub(super) capturing: AtomicBool,
+    pub(super) observer: Observer,
 }
 
 /// A poisoned lock is taken all the same: what it guards is valid after every statement.
@@ -99,6 +101,7 @@ impl Core {
             staging: Mutex::default(),
             capture: Mutex::default(),
             capturing: AtomicBool::new(false),
+            observer: Observer::default(),
         };
         core.bind()?;
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;

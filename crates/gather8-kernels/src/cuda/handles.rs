@@ -47,10 +47,20 @@ impl DeviceMemory {
             return Err(Error::OutOfMemory {
                 device: core.name.clone(),
                 bytes,
-                reason: describe(code),
+                reason: format!("{}{}", describe(code), free()),
             });
         }
         Ok(Self { core: Arc::clone(core), address })
+    }
+}
+
+/// What the current context's device has left, for an error.
+fn free() -> String {
+    let (mut free, mut total) = (0, 0);
+    // SAFETY: two valid integers to write to.
+    match unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) } {
+        Code::CUDA_SUCCESS => format!("; {free} of the device's {total} bytes are free"),
+        _ => String::new(),
     }
 }
 

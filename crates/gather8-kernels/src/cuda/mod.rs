@@ -15,6 +15,7 @@ mod sources;
 mod staging;
 mod tables;
 mod timer;
+mod trial;
 
 use std::ffi::c_void;
 use std::fmt;
@@ -34,6 +35,7 @@ pub use nvrtc::{Header, Nvrtc};
 pub use plan::Plan;
 pub use sources::{SOURCES, Source, options};
 pub use timer::Timer;
+pub use trial::{Seen, Trial};
 
 /// A CUDA device. Clones are the same device; see the module's page for how it works.
 #[derive(Clone)]

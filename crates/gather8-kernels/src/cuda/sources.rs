@@ -20,7 +20,7 @@ pub struct Source {
 }
 
 /// Every module, in the order in which they are compiled.
-pub const SOURCES: [Source; 7] = [
+pub const SOURCES: [Source; 8] = [
     Source {
         name: "amax.cu",
         text: include_str!("../../kernels/amax.cu"),
@@ -38,6 +38,7 @@ pub const SOURCES: [Source; 7] = [
             "cast_f32_extra",
         ],
     },
+    Source { name: "delay.cu", text: include_str!("../../kernels/delay.cu"), kernels: &["delay"] },
     Source {
         name: "elementwise.cu",
         text: include_str!("../../kernels/elementwise.cu"),

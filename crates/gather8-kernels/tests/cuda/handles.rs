@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use gather8_kernels::cuda::{Buffer, Cuda, probe};
-use gather8_kernels::{Backend, Memory, Span};
+use gather8_kernels::{Backend, Error, Memory, Span};
 
 use crate::{Desk, cuda};
 
@@ -110,6 +110,23 @@ fn too_much_memory_is_an_error_and_the_device_goes_on() {
     let desk = Desk::new(cuda());
     let text = desk.backend.alloc(1 << 50, Memory::Device).unwrap_err().to_string();
     assert!(text.starts_with("cuda:0: cannot allocate 1125899906842624 bytes"), "{text}");
+    // All that there is, in pieces.
+    let piece = 8 << 30;
+    let mut pieces = Vec::new();
+    let error = loop {
+        match desk.backend.alloc(piece, Memory::Device) {
+            Ok(buffer) => pieces.push(buffer),
+            Err(error) => break error,
+        }
+    };
+    println!("after {} pieces of 8 GiB: {error}", pieces.len());
+    let Error::OutOfMemory { device, bytes, reason } = &error else { panic!("{error:?}") };
+    assert_eq!((device.as_str(), *bytes), ("cuda:0", piece));
+    let free = reason.split("; ").nth(1).and_then(|text| text.split(' ').next());
+    assert!(free.unwrap().parse::<u64>().unwrap() < piece, "{error}");
+    assert!(!error.to_string().contains('\n'), "{error}");
+    drop(pieces);
+    drop(desk.backend.alloc(piece, Memory::Device).unwrap());
     assert_eq!(desk.get(&desk.put(&[1_u8, 2, 3], 0)), [1, 2, 3]);
 }
 
