@@ -25,7 +25,7 @@ pub enum Memory {
 /// streams run in any order that events do not forbid. Issuing never waits for the device, except
 /// in [`download`](Self::download), [`synchronize`](Self::synchronize) and [`alloc`](Self::alloc).
 /// An operation that fails after it was issued makes every later call on the backend return its
-/// error.
+/// error, but for [`peek`](Self::peek): host memory is where the reason may stand.
 pub trait Backend: Clone + fmt::Debug + Send + Sync + 'static {
     /// A piece of memory, freed when the last [`Span`] and the last operation that uses it are gone.
     type Buffer: Send + Sync + 'static;
@@ -92,7 +92,7 @@ pub trait Backend: Clone + fmt::Debug + Send + Sync + 'static {
     fn fill(&self, on: &Self::Stream, span: &Span<Self>, byte: u8) -> Result<()>;
 
     /// Reads memory of kind [`Memory::Host`] as it is now, without waiting for anything. Each
-    /// aligned 32-bit word is read whole.
+    /// aligned 32-bit word is read whole. On a backend that has failed, too.
     ///
     /// # Errors
     /// [`Error::Job`] if the span is not host memory.

@@ -136,9 +136,11 @@ fn a_failure_from_outside_stays() {
     // SAFETY: the context outlives the guest.
     let guest = unsafe { Cuda::from_context(cuda().raw_context()) }.unwrap();
     let stream = guest.stream("s").unwrap();
+    let host = Span::whole(&guest.alloc(4, Memory::Host).unwrap());
     guest.check().unwrap();
     guest.fail("all-gather #3", Arc::new(std::io::Error::other("rank 2 was killed")));
     for error in [guest.check(), guest.synchronize(&stream), guest.record(&stream).map(drop)] {
         assert_eq!(error.unwrap_err().to_string(), "rank 2 was killed");
     }
+    assert_eq!(guest.peek(&host).unwrap(), [0; 4], "host memory may hold the reason");
 }

@@ -54,7 +54,8 @@ impl<B: Backend> Desk<B> {
     /// A span with these bytes, `skew` bytes away from a multiple of 256.
     pub(crate) fn put<T: Pod>(&self, values: &[T], skew: u64) -> Span<B> {
         let bytes: &[u8] = bytemuck::cast_slice(values);
-        let buffer = self.backend.alloc(bytes.len() as u64 + skew + 64, Memory::Device).unwrap();
+        let len = bytes.len() as u64 + skew;
+        let buffer = self.backend.alloc(len, Memory::Device).unwrap();
         let span = Span::new(&buffer, skew..skew + bytes.len() as u64).unwrap();
         self.backend.upload(&self.stream, bytes, &span).unwrap();
         span
@@ -107,8 +108,16 @@ pub(crate) fn compare(what: &str, expected: &[u8], found: &[u8]) {
     }
 }
 
-/// Lengths that meet every edge of the kernels' tiles.
-pub(crate) const LENGTHS: [usize; 27] = [
+/// Lengths that meet every edge of the kernels' tiles. `GATHER8_TEST_LENGTH` leaves out those above
+/// it, for tools that look at every access.
+pub(crate) fn lengths() -> impl Iterator<Item = usize> + Clone {
+    let most = std::env::var("GATHER8_TEST_LENGTH").map_or(usize::MAX, |most| {
+        most.parse().expect("GATHER8_TEST_LENGTH is a number of elements")
+    });
+    LENGTHS.into_iter().filter(move |&elements| elements <= most)
+}
+
+const LENGTHS: [usize; 27] = [
     0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 17, 31, 33, 255, 256, 257, 511, 1025, 2048, 4095, 4097, 8191,
     8192, 8193, 16_385, 40_000, 100_003,
 ];

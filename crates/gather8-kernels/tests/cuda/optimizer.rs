@@ -5,7 +5,7 @@ use gather8_kernels::layout::{BytesRecord, ControlRecord, GroupRecord, SlotRecor
 use gather8_kernels::{Backend, DType, Format, Job, Span, Tensor};
 
 use crate::support::Random;
-use crate::{Desk, LENGTHS, Results, same};
+use crate::{Desk, Results, lengths, same};
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Kind {
@@ -151,7 +151,7 @@ fn every_combination_of_types() {
                 for grad in FLOATS {
                     for moments in FLOATS {
                         for kind in KINDS {
-                            for elements in LENGTHS {
+                            for elements in lengths() {
                                 let types = Types { grad, moments, kind };
                                 let skew = [0, 0, 8, 1][random.below(4)];
                                 let any = random.below(3) == 0;

@@ -9,7 +9,7 @@ use gather8_kernels::layout::{
 use gather8_kernels::{Backend, DType, Format, Job, Span};
 
 use crate::support::Random;
-use crate::{Desk, LENGTHS, Results, same};
+use crate::{Desk, Results, lengths, same};
 
 const DTYPES: [DType; 3] = [DType::Bf16, DType::F16, DType::F32];
 const FORMATS: [Format; 2] = [Format::E4m3, Format::E5m2];
@@ -34,11 +34,11 @@ fn values(random: &mut Random, dtype: DType, elements: usize, any: bool) -> Vec<
 fn amax() {
     fn case<B: Backend>(desk: &Desk<B>) -> Results {
         let mut random = Random(1);
-        let count = (DTYPES.len() * LENGTHS.len() * 6) as u64;
+        let count = (DTYPES.len() * lengths().count() * 6) as u64;
         let bank = desk.put(&vec![0_u32; count as usize], 0);
         let mut jobs = Vec::new();
         for dtype in DTYPES {
-            for elements in LENGTHS {
+            for elements in lengths() {
                 for skew in [0, 1, 3] {
                     for any in [false, true] {
                         let src = values(&mut random, dtype, elements, any);
@@ -82,7 +82,7 @@ fn cast() {
                 for extras in [false, true] {
                     let mut jobs = Vec::new();
                     let mut spans: Vec<(String, Span<B>)> = Vec::new();
-                    for elements in LENGTHS {
+                    for elements in lengths() {
                         for (skew, codes_skew) in [(0, 0), (1, 0), (0, 3), (8, 8)] {
                             let any = random.below(2) == 0;
                             let scale = if random.below(4) == 0 {
@@ -190,7 +190,7 @@ fn decode() {
         let (mut jobs, mut spans) = (Vec::new(), Vec::new());
         for (dtype, size) in [(DType::Bf16, 2), (DType::F32, 4)] {
             for format in FORMATS {
-                for elements in LENGTHS {
+                for elements in lengths() {
                     for (skew, codes_skew) in [(0, 0), (1, 0), (0, 5)] {
                         let codes: Vec<u8> =
                             (0..elements).map(|i| (i as u8).wrapping_mul(167)).collect();
@@ -268,7 +268,7 @@ fn divide_and_accumulate() {
         let (mut divides, mut adds, mut spans) = (Vec::new(), Vec::new(), Vec::new());
         for from in types {
             for to in types {
-                for elements in LENGTHS {
+                for elements in lengths() {
                     for skew in [0, 1] {
                         let any = random.below(2) == 0;
                         let src =
@@ -287,7 +287,7 @@ fn divide_and_accumulate() {
                     }
                 }
             }
-            for elements in LENGTHS {
+            for elements in lengths() {
                 for skew in [0, 1] {
                     let any = random.below(2) == 0;
                     let src = desk.tensor(&values(&mut random, from, elements, any), from, skew);
@@ -315,7 +315,7 @@ fn norms() {
         let mut random = Random(6);
         let (mut jobs, mut spans) = (Vec::new(), Vec::new());
         for dtype in [DType::Bf16, DType::F32] {
-            for elements in LENGTHS.into_iter().chain([NORM_TILE as usize * 3 + 5]) {
+            for elements in lengths().chain([NORM_TILE as usize * 3 + 5]) {
                 for skew in [0, 1, 2] {
                     let any = random.below(2) == 0;
                     let src = desk.tensor(&values(&mut random, dtype, elements, any), dtype, skew);
