@@ -12,6 +12,8 @@
 )]
 
 pub mod cases;
+#[cfg(feature = "cuda")]
+pub mod lent;
 pub mod model;
 pub mod processes;
 pub mod ten_steps;

@@ -90,16 +90,25 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     match args.transport.as_str() {
         "tcp" => {
             let verdicts = tcp()?.communicator(Cpu::new());
-            rank(args, &launch, &*verdicts, &ON_CPU, &mut || {
+            let mut fresh = || {
                 let backend = Cpu::new();
                 let communicator = tcp()?.communicator(backend.clone());
                 Ok(Context { backend, communicator })
-            })
+            };
+            rank(args, &launch, &*verdicts, &ON_CPU, &mut fresh, &NOTHING)
         }
         #[cfg(feature = "cuda")]
         "nccl" => {
             let verdicts = tcp()?.communicator(Cpu::new());
-            rank(args, &launch, &*verdicts, &cases::gpu::ALL, &mut || gpu(&launch, &tcp()?))
+            let mut fresh = || gpu(&launch, &tcp()?);
+            rank(args, &launch, &*verdicts, &cases::gpu::ALL, &mut fresh, &NOTHING)
+        }
+        #[cfg(feature = "cuda")]
+        "nccl-lent" => {
+            let verdicts = tcp()?.communicator(Cpu::new());
+            let program = crate::lent::HostProgram::new()?;
+            let mut fresh = || program.lend(&launch, &tcp()?);
+            rank(args, &launch, &*verdicts, &cases::gpu::ALL, &mut fresh, &|| program.end())
         }
         #[cfg(feature = "mpi")]
         "mpi" => {
@@ -113,15 +122,19 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
                 launch.world
             );
             let verdicts = mpi.connect(CONNECT)?.communicator(Cpu::new());
-            rank(args, &launch, &*verdicts, &ON_CPU, &mut || {
+            let mut fresh = || {
                 let backend = Cpu::new();
                 let communicator = mpi.connect(CONNECT)?.communicator(backend.clone());
                 Ok(Context { backend, communicator })
-            })
+            };
+            rank(args, &launch, &*verdicts, &ON_CPU, &mut fresh, &NOTHING)
         }
         other => bail!("there is no transport `{other}` in this build"),
     }
 }
+
+/// What most transports do after a case.
+const NOTHING: fn() -> anyhow::Result<()> = || Ok(());
 
 /// Runs every case as one rank of the world, and tells rank 0, which prints.
 fn rank<B: Backend>(
@@ -130,11 +143,12 @@ fn rank<B: Backend>(
     verdicts: &dyn Communicator<Cpu>,
     more: &[(&'static str, Case<B>)],
     fresh: &mut Fresh<'_, B>,
+    after: &dyn Fn() -> anyhow::Result<()>,
 ) -> anyhow::Result<ExitCode> {
     let loud = launch.rank == 0;
     let (mut passed, mut failed) = (0, 0);
     for (name, case) in cases::all::<B>().into_iter().chain(more.iter().copied()) {
-        if args.transport == "nccl" && HOST_ONLY.contains(&name) {
+        if args.transport.starts_with("nccl") && HOST_ONLY.contains(&name) {
             continue;
         }
         match &args.filter {
@@ -144,12 +158,15 @@ fn rank<B: Backend>(
         }
         let start = Instant::now();
         let context = fresh()?;
-        let verdict = match catch_unwind(AssertUnwindSafe(|| case(&context))) {
+        let mut verdict = match catch_unwind(AssertUnwindSafe(|| case(&context))) {
             Ok(Ok(())) => String::new(),
             Ok(Err(error)) => format!("{error:#}"),
             Err(panic) => format!("panicked: {}", panic_text(&*panic)),
         };
         drop(context);
+        if let (Err(error), true) = (after(), verdict.is_empty()) {
+            verdict = format!("afterwards: {error:#}");
+        }
         let op =
             Op { sequence: 0, name: "exchange", unit: name, deadline: Duration::from_secs(120) };
         let all = verdicts.exchange(op, verdict.as_bytes())?;
@@ -250,13 +267,27 @@ fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
 
 fn start_worlds(args: &Args) -> anyhow::Result<ExitCode> {
     let mut code = ExitCode::SUCCESS;
+    #[cfg(feature = "cuda")]
+    let lent = args.transport == "nccl-lent";
     for &world in args.worlds.as_deref().unwrap_or(&WORLDS) {
         let mut options = vec!["--expect-world".to_owned(), world.to_string()];
         options.extend(["--transport".to_owned(), args.transport.clone()]);
         options.extend(args.filter.clone());
         let job = format!("conformance-{}-{world}", std::process::id());
-        let mut children = Children::start(world, &job, &options, |_, command| {
+        #[cfg(feature = "cuda")]
+        let shared = lent
+            && gather8_kernels::cuda::probe()
+                .is_ok_and(|found| world as usize > found.devices.len());
+        let mut children = Children::start(world, &job, &options, |_rank, command| {
             command.stdout(Stdio::inherit());
+            #[cfg(feature = "cuda")]
+            if lent {
+                // NCCL is started by the host program, which then prepares for it.
+                command.env("NCCL_LAUNCH_ORDER_IMPLICIT", "1");
+                if shared {
+                    command.env("NCCL_HOSTID", format!("conformance-rank-{_rank}"));
+                }
+            }
         })?;
         let codes = children.wait(PATIENCE)?;
         if codes.iter().any(|code| *code != Some(0)) {

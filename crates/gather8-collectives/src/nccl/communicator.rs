@@ -8,7 +8,7 @@ use gather8_kernels::cuda::{Cuda, Stream};
 use gather8_kernels::{Backend, Span};
 
 use super::library::{Code, Type, codes};
-use super::world::{Handle, World, lock};
+use super::world::{Handle, Parent, World, lock};
 use crate::communicator::{AbortHandle, Communicator, Op, Reduce};
 use crate::error::{Error, Result};
 use crate::shape;
@@ -18,8 +18,8 @@ type Part = (Span<Cuda>, Span<Cuda>);
 /// A group of GPUs.
 pub struct NcclCommunicator {
     world: Arc<World>,
-    /// The parent, in the communicator of all ranks: it only splits.
-    parent: Option<Handle>,
+    /// The parent, in the communicator of all ranks: it only splits. Lent ones are not ended here.
+    parent: Option<Parent>,
     /// What carries the collectives.
     comm: Handle,
     /// Whether dropping this value ends `comm`.
@@ -33,6 +33,11 @@ pub struct NcclCommunicator {
 impl NcclCommunicator {
     pub(super) fn root(world: &Arc<World>, deadline: Duration) -> Result<Self> {
         let parent = world.init(deadline)?;
+        Self::over(world, parent, deadline)
+    }
+
+    /// All ranks of `parent`.
+    pub(super) fn over(world: &Arc<World>, parent: Parent, deadline: Duration) -> Result<Self> {
         let (rank, size) = (world.host.rank(), world.host.world());
         let comm = world.split(parent, Some(0), rank, deadline)?;
         let comm = comm.ok_or_else(|| super::library::refused("a split gave no child"))?;
@@ -210,7 +215,7 @@ impl Communicator<Cuda> for NcclCommunicator {
         self.world.cuda.bind_to_thread()?;
         let host = self.host.split(color, key);
         let host = host.inspect_err(|error| self.world.fail(error.clone()))?;
-        let from = self.parent.unwrap_or(self.comm);
+        let from = self.parent.unwrap_or(Parent { handle: self.comm, waits: true });
         let split = self.world.split(from, color, key, self.deadline);
         let comm = split.inspect_err(|error| self.world.fail(error.clone()))?;
         Ok(host.zip(comm).map(|(host, comm)| -> Arc<dyn Communicator<Cuda>> {
@@ -264,7 +269,7 @@ impl Drop for NcclCommunicator {
         }
         if let Some(parent) = self.parent {
             // Children may live longer; the watchdog ends with the last of them.
-            self.world.release(parent);
+            self.world.release(parent.handle);
         }
     }
 }

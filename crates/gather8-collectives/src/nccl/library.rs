@@ -135,6 +135,9 @@ table! {
     init_rank_config = b"ncclCommInitRankConfig": fn(*mut Comm, c_int, UniqueId, c_int, *const Config) -> Code;
     split = b"ncclCommSplit": fn(Comm, c_int, c_int, *mut Comm, *const Config) -> Code;
     async_error = b"ncclCommGetAsyncError": fn(Comm, *mut Code) -> Code;
+    count = b"ncclCommCount": fn(Comm, *mut c_int) -> Code;
+    user_rank = b"ncclCommUserRank": fn(Comm, *mut c_int) -> Code;
+    device = b"ncclCommCuDevice": fn(Comm, *mut c_int) -> Code;
     abort = b"ncclCommAbort": fn(Comm) -> Code;
     destroy = b"ncclCommDestroy": fn(Comm) -> Code;
     error_string = b"ncclGetErrorString": fn(Code) -> *const c_char;
@@ -187,22 +190,58 @@ impl Nccl {
         Self::open_first(&names)
     }
 
+    /// The library that a host program has loaded and that its communicators belong to: never
+    /// another copy, which could do nothing with them.
+    #[cfg(unix)]
+    pub(super) fn loaded() -> Result<Self> {
+        use libloading::os::unix;
+        /// Finds what is loaded already, and loads nothing.
+        #[cfg(target_os = "linux")]
+        const NO_LOAD: std::ffi::c_int = 4;
+        #[cfg(not(target_os = "linux"))]
+        const NO_LOAD: std::ffi::c_int = 0x10;
+        let this = Library::from(unix::Library::this());
+        // SAFETY: the function of NCCL's C interface with its type there; it is not called here.
+        let linked = unsafe {
+            this.get::<unsafe extern "C" fn(*mut c_int) -> Code>(b"ncclGetVersion").is_ok()
+        };
+        if linked {
+            return Self::taken(this, "the program itself".to_owned());
+        }
+        let named = std::env::var_os(NCCL_VARIABLE).filter(|path| !path.is_empty());
+        let names = [named, Some("libnccl.so.2".into()), Some("libnccl.so".into())];
+        for name in names.into_iter().flatten() {
+            // SAFETY: with this flag nothing is loaded, so no initialiser runs.
+            let library = unsafe { unix::Library::open(Some(&name), unix::RTLD_NOW | NO_LOAD) };
+            if let Ok(library) = library {
+                return Self::taken(library.into(), name.to_string_lossy().into_owned());
+            }
+        }
+        Err(refused(&format!(
+            "a communicator was lent, but no NCCL is loaded here: load the library that made it \
+             under the name libnccl.so.2, or name its file in {NCCL_VARIABLE}"
+        )))
+    }
+
+    /// A library that is open, with its version.
+    fn taken(library: Library, path: String) -> Result<Self> {
+        let mut nccl = Self::from_library(library, path)?;
+        let mut version = 0;
+        // SAFETY: a valid integer to write to.
+        let code = unsafe { (nccl.get_version)(&mut version) };
+        nccl.check("asking for the version", std::ptr::null_mut(), code)?;
+        nccl.version = version.unsigned_abs();
+        tracing::info!(path = nccl.path, version = %nccl.version(), "opened NCCL");
+        Ok(nccl)
+    }
+
     fn open_first(names: &[PathBuf]) -> Result<Self> {
         let mut attempts = String::new();
         for name in names {
             let shown = name.display().to_string();
             // SAFETY: NCCL's initialisers read the environment and start nothing.
             match unsafe { Library::new(name) } {
-                Ok(library) => {
-                    let mut nccl = Self::from_library(library, shown)?;
-                    let mut version = 0;
-                    // SAFETY: a valid integer to write to.
-                    let code = unsafe { (nccl.get_version)(&mut version) };
-                    nccl.check("asking for the version", std::ptr::null_mut(), code)?;
-                    nccl.version = version.unsigned_abs();
-                    tracing::info!(path = nccl.path, version = %nccl.version(), "opened NCCL");
-                    return Ok(nccl);
-                }
+                Ok(library) => return Self::taken(library, shown),
                 Err(error) => {
                     // The reason stands in the source.
                     let reason =
@@ -265,6 +304,13 @@ mod tests {
         // The C library is there on every Unix, and is no NCCL.
         let error = Nccl::open_first(&[PathBuf::from("libc.so.6")]).err().unwrap().to_string();
         assert!(error.contains("libc.so.6 has no function nccl"), "{error}");
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_host_programs_library_must_be_loaded_already() {
+        let error = Nccl::loaded().err().unwrap().to_string();
+        assert!(error.contains("no NCCL is loaded here"), "{error}");
     }
 
     #[test]

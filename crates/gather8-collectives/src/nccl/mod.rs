@@ -89,14 +89,70 @@ impl NcclWorld {
         cuda.bind_to_thread()?;
         let nccl = library::Nccl::open()?;
         tracing::info!(path = nccl.path(), version = nccl.version(), "NCCL");
-        let world = Arc::new(world::World::new(nccl, cuda, host, control));
-        world.serve().map_err(|error| library::refused(&format!("no watchdog thread: {error}")))?;
-        let root = NcclCommunicator::root(&world, options.deadline).inspect_err(|error| {
-            world.fail(error.clone());
-            world.end();
-        })?;
-        Ok(Arc::new(root))
+        start(nccl, cuda, host, control, |world| NcclCommunicator::root(world, options.deadline))
     }
+
+    /// The same over a host program's communicator (an `ncclComm_t`), which may be one whose calls
+    /// wait for the peers. It is only split: collectives run on children of it, which are made,
+    /// aborted and ended here, while the communicator itself stays the host program's, is never
+    /// aborted, and may be used and ended as before. What the children do after a failure does not
+    /// touch it.
+    ///
+    /// The ranks of `host` are those of the communicator, in the same order; every rank calls this.
+    /// Only `deadline` of the options counts. Several communicators are in flight at once, so start
+    /// NCCL with `NCCL_LAUNCH_ORDER_IMPLICIT=1` in the environment, which makes the order of the
+    /// calls the order of the launches; without it a warning is logged.
+    ///
+    /// # Safety
+    /// `comm` is a live communicator of the NCCL that this process has loaded (as `libnccl.so.2`, in
+    /// the program itself, or as `GATHER8_NCCL` names it), on the device of `cuda`. It must live, and
+    /// no other thread may call NCCL with it, during this call and during each
+    /// [`split`](Communicator::split) of the communicator that this returns.
+    ///
+    /// # Errors
+    /// [`Error::Usage`](crate::Error::Usage) if ranks or device disagree; no NCCL that is loaded, or
+    /// one that lacks a function; peers that do not come within the deadline: the call that waits
+    /// for them is then left to itself on a thread of its own.
+    pub unsafe fn from_raw(
+        comm: *mut std::ffi::c_void,
+        cuda: Cuda,
+        host: Arc<dyn Communicator<Cpu>>,
+        control: Arc<dyn Control>,
+        options: &NcclOptions,
+    ) -> Result<Arc<dyn Communicator<Cuda>>> {
+        if std::env::var("NCCL_LAUNCH_ORDER_IMPLICIT").as_deref() != Ok("1") {
+            tracing::warn!(
+                "a communicator was lent by a program without NCCL_LAUNCH_ORDER_IMPLICIT=1: \
+                 collectives of several communicators may wait for each other"
+            );
+        }
+        cuda.bind_to_thread()?;
+        #[cfg(unix)]
+        let nccl = library::Nccl::loaded()?;
+        #[cfg(not(unix))]
+        let nccl = library::Nccl::open()?;
+        start(nccl, cuda, host, control, |world| {
+            let parent = world.borrow(comm)?;
+            NcclCommunicator::over(world, parent, options.deadline)
+        })
+    }
+}
+
+/// Starts the watchdog, then the communicator of all ranks.
+fn start(
+    nccl: library::Nccl,
+    cuda: Cuda,
+    host: Arc<dyn Communicator<Cpu>>,
+    control: Arc<dyn Control>,
+    root: impl FnOnce(&Arc<world::World>) -> Result<NcclCommunicator>,
+) -> Result<Arc<dyn Communicator<Cuda>>> {
+    let world = Arc::new(world::World::new(nccl, cuda, host, control));
+    world.serve().map_err(|error| library::refused(&format!("no watchdog thread: {error}")))?;
+    let root = root(&world).inspect_err(|error| {
+        world.fail(error.clone());
+        world.end();
+    })?;
+    Ok(Arc::new(root))
 }
 
 /// Sets a variable that the user has not set.

@@ -1,14 +1,16 @@
 //! What the communicators of one rank share: the library, the watchdog, the first failure.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
+use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use gather8_kernels::cpu::Cpu;
 use gather8_kernels::cuda::{Cuda, Event};
 
-use super::library::{Code, Comm, Config, Nccl, UniqueId};
+use super::library::{Code, Comm, Config, Nccl, UniqueId, refused};
 use crate::communicator::{Communicator, Op};
 use crate::control::Control;
 use crate::error::{Error, Result};
@@ -45,6 +47,14 @@ impl Handle {
     pub(super) const fn raw(self) -> Comm {
         self.0
     }
+}
+
+/// A communicator to split.
+#[derive(Clone, Copy)]
+pub(super) struct Parent {
+    pub(super) handle: Handle,
+    /// Whether its calls wait for the peers: a host program's, and our own children.
+    pub(super) waits: bool,
 }
 
 /// An operation whose end the watchdog waits for.
@@ -113,7 +123,7 @@ impl World {
 
     /// Makes the parent communicator, whose calls do not wait, so that a missing peer costs no more
     /// than the deadline.
-    pub(super) fn init(&self, deadline: Duration) -> Result<Handle> {
+    pub(super) fn init(&self, deadline: Duration) -> Result<Parent> {
         let (rank, world) = (self.host.rank(), self.host.world());
         let op = Op { sequence: 0, name: "start of NCCL", unit: "world", deadline };
         let mut id = UniqueId([0; 128]);
@@ -133,14 +143,43 @@ impl World {
         self.nccl.check("joining", std::ptr::null_mut(), code)?;
         self.track(Handle(comm));
         self.settle(&op, "joining", comm, Instant::now() + deadline)?;
-        Ok(Handle(comm))
+        Ok(Parent { handle: Handle(comm), waits: false })
+    }
+
+    /// A host program's communicator as the parent, if it is of these ranks and this device. It is
+    /// not on the list of those that are aborted and ended here.
+    pub(super) fn borrow(&self, comm: Comm) -> Result<Parent> {
+        let ask = |what, question: unsafe extern "C" fn(Comm, *mut i32) -> Code| {
+            let mut answer = -1;
+            // SAFETY: a live communicator, as the lender promises; an integer to write to.
+            let code = unsafe { question(comm, &mut answer) };
+            self.nccl.check(what, comm, code).map(|()| answer)
+        };
+        let size = ask("asking a lent communicator for its ranks", self.nccl.count)?;
+        let rank = ask("asking a lent communicator for this rank", self.nccl.user_rank)?;
+        let device = ask("asking a lent communicator for its device", self.nccl.device)?;
+        let own = (self.host.world(), self.host.rank(), self.cuda.info().ordinal);
+        let lent = [size, rank, device].map(|answer| u32::try_from(answer).ok());
+        if lent != [Some(own.0), Some(own.1), Some(own.2)] {
+            let op = Op { sequence: 0, name: "lending", unit: "world", deadline: Duration::ZERO };
+            return Err(usage(
+                &op,
+                &format!(
+                    "the communicator is rank {rank} of {size} on cuda:{device}, the ranks on the \
+                     host and the backend are rank {} of {} on cuda:{}: lend the one of the same \
+                     ranks and device",
+                    own.1, own.0, own.2
+                ),
+            ));
+        }
+        Ok(Parent { handle: Handle(comm), waits: true })
     }
 
     /// A child of `parent` whose calls return when they have enqueued, so that an event that is
     /// recorded afterwards lies behind them.
     pub(super) fn split(
         &self,
-        parent: Handle,
+        parent: Parent,
         color: Option<u32>,
         key: u32,
         deadline: Duration,
@@ -151,17 +190,20 @@ impl World {
         let key = i32::try_from(key).map_err(|_| usage(&op, "a key lies below 2^31"))?;
         let color = color.map_err(|_| usage(&op, "a colour lies below 2^31"))?;
         let until = Instant::now() + deadline;
-        // The driver writes the handle later, from a thread of its own.
-        let child =
-            Box::leak(Box::new(std::sync::atomic::AtomicPtr::<std::ffi::c_void>::default()));
-        let config = Box::leak(Box::new(Config::new(true)));
+        // NCCL writes the handle later, from a thread of its own.
+        let child: &'static AtomicPtr<c_void> = Box::leak(Box::default());
         {
             let _issuing = lock(&self.issuing);
-            // SAFETY: a live parent; both boxes are leaked, so that a late write finds them.
-            let code = unsafe { (self.nccl.split)(parent.0, color, key, child.as_ptr(), config) };
-            self.nccl.check("splitting", parent.0, code)?;
+            let call = self.nccl.split;
+            let split = move || {
+                let config = Box::leak(Box::new(Config::new(true)));
+                // SAFETY: a live parent; both boxes are leaked, so that a late write finds them.
+                unsafe { call(parent.handle.raw(), color, key, child.as_ptr(), config) }
+            };
+            let code = if parent.waits { self.aside(&op, until, split)? } else { split() };
+            self.nccl.check("splitting", parent.handle.0, code)?;
         }
-        self.settle(&op, "splitting", parent.0, until)?;
+        self.settle(&op, "splitting", parent.handle.0, until)?;
         if color == NO_COLOR {
             return Ok(None);
         }
@@ -173,6 +215,34 @@ impl World {
         self.settle(&op, "splitting", handle, until)?;
         self.track(Handle(handle));
         Ok(Some(Handle(handle)))
+    }
+
+    /// Runs a call that may wait for ever for a peer on a thread of its own, where it is left to
+    /// itself at the deadline.
+    fn aside(
+        &self,
+        op: &Op<'_>,
+        until: Instant,
+        call: impl FnOnce() -> Code + Send + 'static,
+    ) -> Result<Code> {
+        let (done, returned) = std::sync::mpsc::channel();
+        let cuda = self.cuda.clone();
+        std::thread::Builder::new()
+            .name("gather8-nccl-split".into())
+            .spawn(move || {
+                let _ = cuda.bind_to_thread();
+                let _ = done.send(call());
+            })
+            .map_err(|error| refused(&format!("no thread to split on: {error}")))?;
+        loop {
+            match returned.recv_timeout(TICK) {
+                Ok(code) => return Ok(code),
+                Err(RecvTimeoutError::Timeout) => self.not_late(op, until)?,
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(refused("the thread that splits has ended"));
+                }
+            }
+        }
     }
 
     /// Waits until a communicator has done what it was told.
