@@ -2,7 +2,7 @@
 //! that `GATHER8_BENCH` names.
 
 use std::fmt::Write as _;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use gather8_kernels::cuda::{Cuda, Plan};
 use gather8_kernels::job::{
@@ -512,5 +512,54 @@ fn rows() {
     println!("{}", table.text);
     if let Some(path) = std::env::var_os("GATHER8_BENCH") {
         std::fs::write(path, table.json).unwrap();
+    }
+}
+
+/// One launch at a time by the device's clock, next to copies that are timed alike. The device is busy
+/// beforehand, so that no time of the host is in it: with a fill, which leaves the cache full of bytes
+/// that are yet to be written, or with a delay, which touches no memory.
+#[test]
+#[ignore = "needs a GPU, alone"]
+fn single_launches() {
+    let desk = Desk::new(cuda());
+    let arena = Arena::new(&desk);
+    let [from, to] = &arena.moments;
+    let ahead = Span::whole(&desk.backend.alloc(256 << 20, Memory::Device).unwrap());
+    let timer = desk.backend.timer().unwrap();
+    let case = Case::new(&desk, "28", blocks(), &arena);
+    let (cast, both) = (case.cast(false, false), case.cast(true, false));
+    let passes: [(&str, f64, &dyn Fn()); 3] = [
+        ("copy", 2.0 * from.len() as f64, &|| desk.backend.copy(&desk.stream, from, to).unwrap()),
+        ("cast", 3.0 * case.total as f64, &|| case.run(&cast)),
+        ("cast + amax", 3.0 * case.total as f64, &|| case.run(&both)),
+    ];
+    for (busy, with_fill) in [("a fill", true), ("a delay", false)] {
+        let mut times = [const { Vec::new() }; 3];
+        for _ in 0..31 {
+            for ((_, _, call), times) in passes.iter().zip(&mut times) {
+                case.forget();
+                if with_fill {
+                    desk.backend.fill(&desk.stream, &ahead, 0).unwrap();
+                } else {
+                    desk.backend.delay(&desk.stream, Duration::from_micros(100)).unwrap();
+                }
+                timer.start(&desk.stream).unwrap();
+                call();
+                timer.stop(&desk.stream).unwrap();
+                times.push(timer.elapsed().unwrap().as_secs_f64());
+            }
+        }
+        let mut copy = None;
+        for ((pass, bytes, _), times) in passes.iter().zip(&mut times) {
+            times.sort_by(f64::total_cmp);
+            let rate = bytes / times[times.len() / 2];
+            let copy = *copy.get_or_insert(rate);
+            println!(
+                "after {busy}: {pass:12} {:.4} ms {:.3} TB/s {:.3} x",
+                times[times.len() / 2] * 1e3,
+                rate / 1e12,
+                rate / copy
+            );
+        }
     }
 }
