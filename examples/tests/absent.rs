@@ -71,7 +71,14 @@ fn a_gpu_that_is_too_old() {
     programs(&libraries, folder.path(), &["A GPU of 2016", "Ampere", "oldest"]);
 }
 
-/// With a driver that knows no device the question for NCCL is asked all the same.
+#[test]
+fn memory_is_asked_of_a_gpu() {
+    let output = Command::new(program("doctor")).args(["--memory", "1G"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8(output.stderr).unwrap().contains("give --device cuda, too"));
+}
+
+/// Whatever else is missing, doctor looks for NCCL.
 #[test]
 fn doctor_names_what_nccl_lacks() {
     let folder = tempfile::tempdir().unwrap();

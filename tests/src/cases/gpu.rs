@@ -46,7 +46,7 @@ const LATE: Duration = Duration::from_millis(1);
 /// What the runs of one kind of scaling may take, and those that search for what a missing wait does.
 const BUDGET: Duration = Duration::from_secs(60);
 const SEARCH: Duration = Duration::from_secs(45);
-/// The wait whose loss must be seen.
+/// The wait whose loss must be seen: a cast that comes late is then read too early.
 const VITAL: &str = "use-after-gather";
 
 /// A run of ten steps in which something may come late.
@@ -191,7 +191,8 @@ fn missing_waits(
             None => println!("{name}, without `{wait}`: not seen in {tried} tries"),
         }
     }
-    if !vital {
+    // Under delayed scaling the optimizer makes the bytes, on the stream that also reads them.
+    if scaling == Scaling::Dynamic && !vital {
         bail!("nothing shows that `{VITAL}` is missing: this test cannot fail");
     }
     // The device goes on unharmed.
