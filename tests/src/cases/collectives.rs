@@ -92,7 +92,7 @@ pub fn an_event_after_a_gather_waits_for_all<B: Backend>(cx: &Context<B>) -> any
     })
 }
 
-/// A gather for which the last rank comes [`LATE`], by what `linger` does to it or to its stream; the
+/// A gather for which the last rank comes late, by what `linger` does to it or to its stream; the
 /// others see their events after it.
 pub fn late_gather<B: Backend>(
     cx: &Context<B>,
