@@ -54,6 +54,8 @@ cases! {
     lifecycle::no_sync_gives_the_same,
     lifecycle::tied_weights_add,
     lifecycle::explicit_units,
+    replay::replays_equal_eager_steps,
+    replay::wrong_captures_are_refused,
     training::ten_steps_match_the_unsharded_model,
     training::ten_steps_match_with_a_frozen_layer,
     training::remainders_match_f32_masters,

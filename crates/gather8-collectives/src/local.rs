@@ -14,6 +14,7 @@ use crate::host::group::HostGroup;
 use crate::host::message::Message;
 use crate::host::seat::{Link, Seat};
 use crate::host::world::CONTROL;
+use crate::solo::Solo;
 
 /// A world's group number; what is split from it gets others.
 const WORLD: u64 = CONTROL + 1;
@@ -45,7 +46,12 @@ impl LocalWorld {
     /// # Errors
     /// [`Error::Usage`] if the world has no such rank.
     pub fn rank(&self, rank: u32, cpu: Cpu) -> Result<Arc<dyn Communicator<Cpu>>> {
-        Ok(Arc::new(HostGroup::new(self.seat(rank, WORLD)?, cpu)))
+        let seat = self.seat(rank, WORLD)?;
+        Ok(if self.world() == 1 {
+            Arc::new(Solo::new(cpu))
+        } else {
+            Arc::new(HostGroup::new(seat, cpu))
+        })
     }
 
     /// Rank `rank`'s control connection. Take each once.

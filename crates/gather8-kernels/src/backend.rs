@@ -35,6 +35,8 @@ pub trait Backend: Clone + fmt::Debug + Send + Sync + 'static {
     type Event: Clone + Send + Sync + 'static;
     /// A pass, ready to launch.
     type Plan: Send + Sync + 'static;
+    /// A captured sequence of operations, ready to launch again and again.
+    type Graph: Send + Sync + 'static;
 
     /// A name for errors and logs, such as `cpu` or `cuda:0`.
     fn name(&self) -> String;
@@ -122,6 +124,28 @@ pub trait Backend: Clone + fmt::Debug + Send + Sync + 'static {
     /// # Errors
     /// What an operation on this backend failed with.
     fn synchronize(&self, on: &Self::Stream) -> Result<()>;
+
+    /// Captures what `issue` issues on `on`, and on every stream that waits for an event of it,
+    /// instead of running it. Those streams must have been joined back into `on` by events before
+    /// `issue` returns, and events do not cross the border of a capture. Uploads keep their bytes
+    /// with the graph; downloads and waits on the host are refused.
+    ///
+    /// # Errors
+    /// What `issue` returns; [`Error::Job`] if a capture is under way already or a stream is not
+    /// joined; [`Error::Device`] if the driver refuses the capture.
+    fn capture<T>(
+        &self,
+        on: &Self::Stream,
+        issue: impl FnOnce() -> Result<T>,
+    ) -> Result<(Self::Graph, T)>;
+
+    /// Runs a captured graph: all of it after what the stream was given before, and before what it
+    /// is given after. The same passes run on the same addresses; what may change between launches
+    /// is what lies in device memory.
+    ///
+    /// # Errors
+    /// What an earlier operation on this backend failed with, or the launch itself.
+    fn launch(&self, on: &Self::Stream, graph: &Self::Graph) -> Result<()>;
 
     /// Fails if an operation on this backend has failed; never waits.
     ///

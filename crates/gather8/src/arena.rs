@@ -72,6 +72,10 @@ impl<B: Backend> Arena<B> {
         }
     }
 
+    pub(crate) fn fences(&mut self) -> impl Iterator<Item = &mut B::Event> {
+        self.slots.iter_mut().flat_map(|slot| slot.fences.iter_mut())
+    }
+
     pub(crate) fn buffers(&self) -> impl Iterator<Item = &Arc<B::Buffer>> {
         self.slots.iter().map(|slot| &slot.buffer)
     }

@@ -61,6 +61,12 @@ pub enum Error {
         "step() was called twice without sync(): the amaxes of the first step were not exchanged; call sync() after every step()"
     )]
     StepWithoutSync,
+    /// A step cannot be captured or replayed as things stand.
+    #[error("capturing a step: {problem}")]
+    Capture {
+        /// Why, and what to do.
+        problem: String,
+    },
     /// A view outlived its unit's residence.
     #[error(
         "weight `{weight}` was used after unit `{unit}` was resharded: ask for the weight again"

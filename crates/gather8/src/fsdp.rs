@@ -111,6 +111,22 @@ pub struct Traffic {
     pub gathers: u64,
 }
 
+impl Traffic {
+    pub(crate) fn since(self, then: Self) -> Self {
+        Self {
+            gathered_bytes: self.gathered_bytes - then.gathered_bytes,
+            reduced_bytes: self.reduced_bytes - then.reduced_bytes,
+            gathers: self.gathers - then.gathers,
+        }
+    }
+
+    pub(crate) fn add(&mut self, more: Self) {
+        self.gathered_bytes += more.gathered_bytes;
+        self.reduced_bytes += more.reduced_bytes;
+        self.gathers += more.gathers;
+    }
+}
+
 #[derive(Clone, Debug, Default)]
 pub(crate) struct WeightState {
     /// Counts changes of the shard, from 1.

@@ -9,8 +9,8 @@
 
 use gather8::collectives::{JoinOptions, Launch, LocalWorld, TcpWorld};
 use gather8::config::{GroupConfig, NO_DECAY_GROUP};
-use gather8::kernels::Format;
 use gather8::kernels::cpu::Cpu;
+use gather8::kernels::{Backend, DType, Format, Memory, Span, Tensor};
 use gather8::{Config, Fsdp, Phase, Scaling, Schedule, UnitSpec, WeightId, WeightSpec};
 
 /// A page of the book; `None` in a packaged crate, which comes without it.
@@ -42,7 +42,7 @@ fn bare(text: &str) -> String {
 #[test]
 fn every_example_of_the_book_stands_here() {
     let here = bare(include_str!("book.rs"));
-    for (name, count) in [("embedding.md", 4), ("operating.md", 1)] {
+    for (name, count) in [("embedding.md", 5), ("operating.md", 1)] {
         let Some(page) = page(name) else { return };
         let blocks = blocks(&page, "rust,ignore");
         assert_eq!(blocks.len(), count, "{name}");
@@ -122,6 +122,35 @@ fn without_hooks(fsdp: &Fsdp<Cpu>, schedule: Schedule) -> gather8::Result<u64> {
     Ok(report.steps)
 }
 
+fn as_graph(fsdp: &Fsdp<Cpu>, schedule: Schedule) -> gather8::Result<u64> {
+    let (backend, steps) = (fsdp.backend(), 5);
+    let gradients = fsdp.weights().map(|spec| {
+        let buffer = backend.alloc(spec.elements() * 4, Memory::Device)?;
+        Tensor::new(Span::whole(&buffer), DType::F32)
+    });
+    let gradients = &gradients.collect::<Result<Vec<_>, _>>()?[..];
+    let ids = fsdp.weights().map(|spec| fsdp.weight_id(&spec.name));
+    let ids = &ids.collect::<Result<Vec<WeightId>, _>>()?[..];
+    let step = || -> gather8::Result<()> {
+        for id in ids {
+            fsdp.weight(*id, Phase::Forward)?;
+        }
+        for (id, gradient) in ids.iter().zip(gradients).rev() {
+            fsdp.weight(*id, Phase::Backward)?;
+            fsdp.gradient_from(*id, gradient)?;
+        }
+        fsdp.step()?;
+        fsdp.sync()
+    };
+    step()?;
+    let captured = fsdp.capture(step)?;
+    for number in 2..steps {
+        fsdp.scale_lr(schedule.factor(number))?;
+        fsdp.replay(&captured)?;
+    }
+    Ok(fsdp.report()?.steps)
+}
+
 fn with_hooks(fsdp: &Fsdp<Cpu>) -> gather8::Result<Vec<u8>> {
     let (unit, next) = (fsdp.unit_id("block.0")?, fsdp.unit_id("block.1")?);
     let id = fsdp.weight_id("block.0.qkv")?;
@@ -131,6 +160,13 @@ fn with_hooks(fsdp: &Fsdp<Cpu>) -> gather8::Result<Vec<u8>> {
     let bytes = view.to_bytes()?;
     guard.reshard()?;
     Ok(bytes)
+}
+
+#[test]
+fn a_graph_of_the_book_counts_its_steps() {
+    let fsdp = describe(&LocalWorld::new(1), 0).unwrap();
+    assert_eq!(as_graph(&fsdp, Schedule::default()).unwrap(), 5);
+    assert_eq!(fsdp.version(fsdp.weight_id("block.1.qkv").unwrap()).unwrap(), 6);
 }
 
 #[test]

@@ -6,6 +6,7 @@ pub mod gather;
 pub mod gpu;
 pub mod lifecycle;
 pub mod refusals;
+pub mod replay;
 pub mod scaling;
 pub mod training;
 
@@ -52,6 +53,8 @@ pub fn all<B: Backend>() -> Vec<(&'static str, Case<B>)> {
         ("no_sync_gives_the_same", lifecycle::no_sync_gives_the_same),
         ("tied_weights_add", lifecycle::tied_weights_add),
         ("explicit_units", lifecycle::explicit_units),
+        ("replays_equal_eager_steps", replay::replays_equal_eager_steps),
+        ("wrong_captures_are_refused", replay::wrong_captures_are_refused),
         ("ten_steps_match_the_unsharded_model", training::ten_steps_match_the_unsharded_model),
         ("ten_steps_match_with_a_frozen_layer", training::ten_steps_match_with_a_frozen_layer),
         ("remainders_match_f32_masters", training::remainders_match_f32_masters),

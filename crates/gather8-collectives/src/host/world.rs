@@ -10,6 +10,7 @@ use crate::control::{Control, HostControl};
 use crate::host::board::Board;
 use crate::host::group::HostGroup;
 use crate::host::seat::{Link, Seat};
+use crate::solo::Solo;
 
 /// The control group's number; communicators count from 1.
 pub(crate) const CONTROL: u64 = 0;
@@ -39,6 +40,9 @@ impl HostWorld {
 
     /// A communicator of all ranks; every rank makes as many, in the same order.
     pub(crate) fn communicator(&self, cpu: Cpu) -> Arc<dyn Communicator<Cpu>> {
+        if self.world() == 1 {
+            return Arc::new(Solo::new(cpu));
+        }
         let group = self.groups.fetch_add(1, Ordering::Relaxed);
         Arc::new(HostGroup::new(self.seat(group), cpu))
     }

@@ -9,10 +9,11 @@ use crate::job::Job;
 
 use super::access::{Touch, Touches};
 use super::failure::Source;
+use super::graph::{ENDED, Noted};
 use super::history::Kind;
 use super::lane::{Pauses, Step, lock};
 use super::stream::{Point, may_block};
-use super::{Buffer, Cpu, Event, Plan, Schedule, Stream, views};
+use super::{Buffer, Cpu, Event, Graph, Plan, Schedule, Stream, views};
 
 /// What an operation on a few spans touches.
 fn touches_of<const N: usize>(
@@ -52,6 +53,7 @@ impl Backend for Cpu {
     type Stream = Stream;
     type Event = Event;
     type Plan = Plan;
+    type Graph = Graph;
 
     fn name(&self) -> String {
         self.0.options.name.clone()
@@ -92,12 +94,18 @@ impl Backend for Cpu {
         if plan.is_empty() {
             return self.check();
         }
+        if self.noted(on, || Noted::Run(plan.clone())) {
+            return Ok(());
+        }
         self.issue(on, plan.label(), plan.touches(), plan.work()).map(drop)
     }
 
     fn upload(&self, on: &Stream, bytes: &[u8], to: &Span<Self>) -> Result<()> {
         same_length("upload", bytes.len() as u64, to.len())?;
         let touches = touches_of(self, "upload", [(to, Kind::Write)])?;
+        if self.noted(on, || Noted::Upload(bytes.into(), to.clone())) {
+            return Ok(());
+        }
         let label = format!("upload of {} bytes", to.len());
         let (bytes, to) = (bytes.to_vec(), to.clone());
         let work = move || -> std::result::Result<(), Source> {
@@ -113,6 +121,7 @@ impl Backend for Cpu {
     fn download(&self, on: &Stream, from: &Span<Self>, bytes: &mut [u8]) -> Result<()> {
         same_length("download", from.len(), bytes.len() as u64)?;
         may_block(&self.0.options.name, "download")?;
+        self.not_captured("download")?;
         let touches = touches_of(self, "download", [(from, Kind::Read)])?;
         let label = format!("download of {} bytes", from.len());
         let span = from.clone();
@@ -131,6 +140,9 @@ impl Backend for Cpu {
     fn copy(&self, on: &Stream, from: &Span<Self>, to: &Span<Self>) -> Result<()> {
         same_length("copy", from.len(), to.len())?;
         let touches = touches_of(self, "copy", [(from, Kind::Read), (to, Kind::Write)])?;
+        if self.noted(on, || Noted::Copy(from.clone(), to.clone())) {
+            return Ok(());
+        }
         let label = format!("copy of {} bytes", from.len());
         let (from, to) = (from.clone(), to.clone());
         let work = move || -> std::result::Result<(), Source> {
@@ -147,6 +159,9 @@ impl Backend for Cpu {
 
     fn fill(&self, on: &Stream, span: &Span<Self>, byte: u8) -> Result<()> {
         let touches = touches_of(self, "fill", [(span, Kind::Write)])?;
+        if self.noted(on, || Noted::Fill(span.clone(), byte)) {
+            return Ok(());
+        }
         let label = format!("fill of {} bytes", span.len());
         let span = span.clone();
         let work = move || -> std::result::Result<(), Source> {
@@ -176,6 +191,9 @@ impl Backend for Cpu {
     fn record(&self, on: &Stream) -> Result<Event> {
         self.0.failure.check()?;
         self.own(on.0.owner, "recording an event", "stream")?;
+        if let Some(event) = self.noted_event(on) {
+            return Ok(event);
+        }
         let ledger = lock(&self.0.ledger);
         let mut issued = lock(&on.0.issued);
         issued.clock.join(&ledger.host);
@@ -185,6 +203,7 @@ impl Backend for Cpu {
             tick: issued.tick,
             clock: issued.clock.clone(),
             progress: Arc::clone(&on.0.lane.progress),
+            captured: None,
         })))
     }
 
@@ -192,6 +211,9 @@ impl Backend for Cpu {
         self.0.failure.check()?;
         self.own(on.0.owner, "waiting for an event", "stream")?;
         self.own(event.0.owner, "waiting for an event", "event")?;
+        if self.noted_wait(on, event, id)? {
+            return Ok(());
+        }
         let mut ledger = lock(&self.0.ledger);
         let nth = match ledger.waits.iter_mut().find(|(seen, _)| *seen == id) {
             Some((_, count)) => {
@@ -227,16 +249,31 @@ impl Backend for Cpu {
         self.0.failure.check()?;
         self.own(event.0.owner, "waiting for an event", "event")?;
         may_block(&self.0.options.name, "waiting for an event on the host")?;
+        self.not_captured("wait")?;
+        if event.0.captured.is_some() {
+            return Err(self.border(ENDED));
+        }
         self.reach(&event.0.progress, event.0.tick, &event.0.clock)
     }
 
     fn synchronize(&self, on: &Stream) -> Result<()> {
         may_block(&self.0.options.name, "synchronize")?;
+        self.not_captured("synchronize")?;
         let event = self.record(on)?;
         self.wait_host(&event)
     }
 
     fn check(&self) -> Result<()> {
         self.0.failure.check()
+    }
+
+    fn capture<T>(&self, on: &Stream, issue: impl FnOnce() -> Result<T>) -> Result<(Graph, T)> {
+        let ending = self.begin_capture(on)?;
+        let value = issue()?;
+        Ok((ending.end()?, value))
+    }
+
+    fn launch(&self, on: &Stream, graph: &Graph) -> Result<()> {
+        self.launch_graph(on, graph)
     }
 }

@@ -7,6 +7,7 @@ mod backend;
 mod buffer;
 mod clock;
 mod failure;
+mod graph;
 mod history;
 mod lane;
 mod operands;
@@ -30,6 +31,7 @@ use lane::{Step, Work, lock};
 
 pub use access::Access;
 pub use buffer::Buffer;
+pub use graph::Graph;
 pub use plan::Plan;
 pub use stream::{Event, Stream};
 pub use views::{View, Views, Written};
@@ -91,6 +93,7 @@ impl Builder {
             buffers: AtomicU64::new(0),
             failure: Arc::new(Failure::default()),
             ledger: Mutex::default(),
+            capture: Mutex::default(),
         }))
     }
 }
@@ -107,6 +110,8 @@ struct Core {
     failure: Arc<Failure>,
     /// Held while an operation is checked, noted and queued, so that all three have one order.
     ledger: Mutex<Ledger>,
+    /// The graph that is being captured.
+    capture: Mutex<Option<graph::Capture>>,
 }
 
 #[derive(Default)]
@@ -170,8 +175,8 @@ impl Cpu {
     ///
     /// # Errors
     /// [`Error::Unordered`] if an access is not ordered after a conflicting one; [`Error::Job`] if
-    /// two accesses overlap and one of them writes, or a span belongs to another backend; what an
-    /// earlier operation failed with. Nothing is issued then, and `work` is dropped.
+    /// two accesses overlap and one of them writes, a span belongs to another backend, or a graph is
+    /// being captured, which could not repeat `work`; what an earlier operation failed with. Nothing is issued then, and `work` is dropped.
     pub fn submit(
         &self,
         on: &Stream,
@@ -183,6 +188,13 @@ impl Cpu {
         + Send
         + 'static,
     ) -> Result<()> {
+        if lock(&self.0.capture).is_some() {
+            return Err(Error::Job {
+                pass: "submit",
+                problem: "a captured graph could not repeat it: issue it outside of the capture"
+                    .to_owned(),
+            });
+        }
         let touches = accesses
             .iter()
             .enumerate()

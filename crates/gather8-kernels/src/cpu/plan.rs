@@ -12,6 +12,7 @@ use super::lane::Work;
 use super::{Cpu, passes};
 
 /// A pass over a list of tensors, ready to launch.
+#[derive(Clone)]
 pub struct Plan {
     owner: u64,
     label: Arc<str>,

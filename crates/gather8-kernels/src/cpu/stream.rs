@@ -8,6 +8,7 @@ use crate::error::{Error, Result};
 
 use super::clock::Clock;
 use super::failure::Failure;
+use super::graph::Captured;
 use super::lane::{Lane, Pauses, Progress, on_worker};
 
 /// A queue of operations and the thread that works it off. Clones are the same stream; when the
@@ -100,10 +101,12 @@ pub(super) struct Point {
     /// Everything that comes before, on all streams.
     pub(super) clock: Clock,
     pub(super) progress: Arc<Progress>,
+    /// Set if it was recorded while a graph was captured.
+    pub(super) captured: Option<Captured>,
 }
 
 impl Event {
-    /// True if the point has been passed.
+    /// True if the point has been passed; never, of an event of a capture.
     pub fn is_done(&self) -> bool {
         self.0.progress.is_done(self.0.tick)
     }

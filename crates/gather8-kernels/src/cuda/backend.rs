@@ -10,7 +10,7 @@ use super::core::lock;
 use super::handles::{EventInner, StreamInner};
 use super::plan::PlanInner;
 use super::staging::{PIECE, pinned_copy};
-use super::{Buffer, Cuda, Event, Plan, Stream};
+use super::{Buffer, Cuda, Event, Graph, Plan, Stream};
 use crate::backend::{Backend, Memory, Span};
 use crate::error::{Error, Result};
 use crate::job::Job;
@@ -58,6 +58,7 @@ impl Backend for Cuda {
     type Stream = Stream;
     type Event = Event;
     type Plan = Plan;
+    type Graph = Graph;
 
     fn name(&self) -> String {
         self.0.name.clone()
@@ -284,5 +285,17 @@ impl Backend for Cuda {
             Code::CUDA_ERROR_NOT_READY => Ok(()),
             code => self.0.check("an earlier operation", code),
         }
+    }
+
+    fn capture<T>(&self, on: &Stream, issue: impl FnOnce() -> Result<T>) -> Result<(Graph, T)> {
+        self.capture_graph(self.own_stream(on)?, issue)
+    }
+
+    fn launch(&self, on: &Stream, graph: &Graph) -> Result<()> {
+        self.own_stream(on)?;
+        if !Arc::ptr_eq(&self.0, graph.core()) {
+            return Err(self.foreign("graph", &graph.core().name));
+        }
+        graph.launch(on)
     }
 }

@@ -8,6 +8,7 @@ use sys::CUgraphNodeType as NodeType;
 
 use super::core::{Core, Keep, lock};
 use super::driver::Handle;
+use super::handles::StreamInner;
 use super::{Cuda, Stream};
 use crate::error::{Error, Result};
 
@@ -25,15 +26,12 @@ pub struct Graph {
 }
 
 impl Cuda {
-    /// Captures what `issue` issues on `on`, and on every stream that waits for an event of it,
-    /// instead of running it. Those streams must have been joined back into `on` by events before
-    /// `issue` returns. Uploads keep their bytes with the graph; downloads and waits on the host
-    /// are refused.
-    ///
-    /// # Errors
-    /// What `issue` returns; [`Error::Device`] if the driver refuses the capture;
-    /// [`Error::Job`] if a capture is under way already.
-    pub fn capture<T>(&self, on: &Stream, issue: impl FnOnce() -> Result<T>) -> Result<(Graph, T)> {
+    /// [`Backend::capture`](crate::Backend::capture).
+    pub(super) fn capture_graph<T>(
+        &self,
+        on: &StreamInner,
+        issue: impl FnOnce() -> Result<T>,
+    ) -> Result<(Graph, T)> {
         self.0.enter()?;
         {
             let mut capture = lock(&self.0.capture);
@@ -45,11 +43,11 @@ impl Cuda {
             }
             *capture = Some(Vec::new());
         }
-        let ended = Ending { core: &self.0, on: on.0.raw, begun: false };
+        let ended = Ending { core: &self.0, on: on.raw, begun: false };
         self.0.capturing.store(true, Ordering::Release);
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: a live stream.
-        let code = unsafe { sys::cuStreamBeginCapture_v2(on.0.raw.0, mode) };
+        let code = unsafe { sys::cuStreamBeginCapture_v2(on.raw.0, mode) };
         self.0.check("beginning a capture", code)?;
         let mut ended = ended;
         ended.begun = true;
@@ -82,6 +80,10 @@ impl Graph {
         // SAFETY: an instantiated graph and a live stream.
         let code = unsafe { sys::cuGraphLaunch(self.executable.0, on.0.raw.0) };
         self.core.check("launching a graph", code)
+    }
+
+    pub(super) const fn core(&self) -> &Arc<Core> {
+        &self.core
     }
 
     /// Kernels in it.
