@@ -232,7 +232,7 @@ fn venue(launch: &Launch, options: &JoinOptions) -> Result<Venue> {
 fn file(launch: &Launch, options: &JoinOptions) -> Result<Venue> {
     let port = launch.port.or(launch.meeting.as_ref().map(|meeting| meeting.port));
     let path = crate::net::token::path(options.directory.as_deref(), &launch.job, port)?;
-    Ok(Venue::File { path, port })
+    Ok(Venue::File { path, port, job: launch.job.clone() })
 }
 
 #[cfg(not(unix))]

@@ -2,30 +2,37 @@
 //! or store, more than these.
 //!
 //! ```text
-//! caller: greeting (rank, world, job, version, nonce)
+//! caller: greeting (version, ranks, world, job, process, nonce)
 //! callee: challenge (version, nonce)
 //! caller: proof over the greeting and the callee's nonce
 //! callee: verdict (welcome and its own proof, or the reason)
 //! ```
-//! A callee answers a wrong proof by closing. Both proofs cover the whole greeting, and with it the
-//! purpose, both ranks, the world, the job and the protocol's version.
+//! A callee answers a wrong proof by closing. Both proofs cover the whole greeting, and with it
+//! everything that the caller claims; so a caller that knows the token is recognised whatever its
+//! claims, and can be told why they do not fit. For the same reason these bytes stay as they are from
+//! version 2 on, whatever later versions send after them.
 
+use std::fmt;
 use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::time::timeout;
 
-use crate::net::proof::{Key, Nonce, Side};
+use crate::error::Result;
+use crate::net::proof::{Key, Nonce, Side, nonce};
 
 /// Changes whenever bytes on a connection do.
-pub(crate) const PROTOCOL: u16 = 1;
+pub(crate) const PROTOCOL: u16 = 2;
 /// How long a connection may take to prove itself.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(3);
 
 const MAGIC: &[u8; 8] = b"GATHER8\n";
-const GREETING: usize = 8 + 2 + 1 + 4 + 4 + 4 + 32 + 32 + 2 + 16;
+const GREETING: usize = 8 + 2 + 1 + 4 + 4 + 4 + 32 + 32 + 2 + 16 + 4 + HOST + 8;
 const CHALLENGE: usize = 8 + 2 + 32;
-const REASON: usize = 200;
+/// The longest reason; longer ones are cut.
+const REASON: usize = 400;
+/// Bytes of a host's name; longer names are cut.
+const HOST: usize = 32;
 
 /// What a connection is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,6 +47,7 @@ pub(crate) enum Purpose {
 /// Who calls.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Greeting {
+    pub(crate) version: u16,
     pub(crate) purpose: Purpose,
     pub(crate) from: u32,
     pub(crate) to: u32,
@@ -49,20 +57,61 @@ pub(crate) struct Greeting {
     pub(crate) port: u16,
     /// The crate's version, padded with zeros.
     pub(crate) build: [u8; 16],
+    pub(crate) process: Process,
+}
+
+/// Which process calls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Process {
+    pub(crate) number: u32,
+    /// Its host's name, padded with zeros.
+    pub(crate) host: [u8; HOST],
+    /// A random number: the same in every attempt of one rank, and in nobody else's.
+    pub(crate) attempt: [u8; 8],
+}
+
+impl Process {
+    /// This one.
+    pub(crate) fn own() -> Result<Self> {
+        let nonce = nonce()?;
+        Ok(Self {
+            number: std::process::id(),
+            host: padded(host_name().bytes()),
+            attempt: nonce.first_chunk().copied().unwrap_or_default(),
+        })
+    }
+}
+
+impl fmt::Display for Process {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "process {} on {}", self.number, readable(&self.host))
+    }
+}
+
+#[cfg(unix)]
+fn host_name() -> String {
+    rustix::system::uname().nodename().to_string_lossy().into_owned()
+}
+
+#[cfg(not(unix))]
+fn host_name() -> String {
+    std::env::var("COMPUTERNAME").unwrap_or_default()
+}
+
+fn padded<const N: usize>(bytes: impl Iterator<Item = u8>) -> [u8; N] {
+    let mut padded = [0; N];
+    padded.iter_mut().zip(bytes).for_each(|(to, from)| *to = from);
+    padded
 }
 
 /// This build's version.
 pub(crate) fn build() -> [u8; 16] {
-    let mut build = [0; 16];
-    for (to, from) in build.iter_mut().zip(env!("CARGO_PKG_VERSION").bytes()) {
-        *to = from;
-    }
-    build
+    padded(env!("CARGO_PKG_VERSION").bytes())
 }
 
-/// A version for an error text.
-pub(crate) fn build_name(build: &[u8; 16]) -> String {
-    let text = build.iter().take_while(|byte| **byte != 0).map(|&byte| char::from(byte));
+/// A padded text, fit for an error message.
+pub(crate) fn readable(padded: &[u8]) -> String {
+    let text = padded.iter().take_while(|byte| **byte != 0).map(|&byte| char::from(byte));
     text.map(|c| if c.is_ascii_graphic() { c } else { '?' }).collect()
 }
 
@@ -79,7 +128,7 @@ impl Greeting {
     fn encode(&self, nonce: &Nonce) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(GREETING);
         bytes.extend(MAGIC);
-        bytes.extend(PROTOCOL.to_le_bytes());
+        bytes.extend(self.version.to_le_bytes());
         bytes.push(self.purpose as u8);
         bytes.extend(self.from.to_le_bytes());
         bytes.extend(self.to.to_le_bytes());
@@ -88,11 +137,14 @@ impl Greeting {
         bytes.extend(nonce);
         bytes.extend(self.port.to_le_bytes());
         bytes.extend(self.build);
+        bytes.extend(self.process.number.to_le_bytes());
+        bytes.extend(self.process.host);
+        bytes.extend(self.process.attempt);
         bytes
     }
 
-    /// The greeting and the caller's nonce; `None` for what this version does not send.
-    fn decode(bytes: &[u8; GREETING]) -> Option<(Self, u16)> {
+    /// The greeting; `None` for what no version sends.
+    fn decode(bytes: &[u8; GREETING]) -> Option<Self> {
         let mut rest = bytes.strip_prefix(MAGIC)?;
         let version = u16::from_le_bytes(take(&mut rest)?);
         let purpose = match take::<1>(&mut rest)? {
@@ -107,7 +159,9 @@ impl Greeting {
         let _nonce: Nonce = take(&mut rest)?;
         let port = u16::from_le_bytes(take(&mut rest)?);
         let build = take(&mut rest)?;
-        Some((Self { purpose, from, to, world, job, port, build }, version))
+        let number = u32::from_le_bytes(take(&mut rest)?);
+        let process = Process { number, host: take(&mut rest)?, attempt: take(&mut rest)? };
+        Some(Self { version, purpose, from, to, world, job, port, build, process })
     }
 }
 
@@ -134,20 +188,19 @@ where
         stream.read_exact(&mut challenge).await.map_err(io)?;
         let (version, theirs) = read_challenge(&challenge)
             .ok_or_else(|| Failed::Unfit("something else than gather8 answered".to_owned()))?;
-        if version != PROTOCOL {
-            return Err(Failed::Refused(format!(
-                "rank {} speaks version {version} of the protocol, rank {} version {PROTOCOL}: run the same build everywhere",
-                greeting.to, greeting.from
-            )));
-        }
-        let proof = key.prove(Side::Caller, &said, &theirs);
-        stream.write_all(proof.as_bytes()).await.map_err(io)?;
+        let other_version = || version_text(greeting.from, greeting.version, greeting.to, version);
         let closed = |_| {
-            Failed::Unfit(format!(
-                "rank {} did not accept this rank's proof (another token?)",
-                greeting.to
-            ))
+            if version == greeting.version {
+                Failed::Unfit(format!(
+                    "rank {} did not accept this rank's proof (another token?)",
+                    greeting.to
+                ))
+            } else {
+                Failed::Unfit(other_version())
+            }
         };
+        let proof = key.prove(Side::Caller, &said, &theirs);
+        stream.write_all(proof.as_bytes()).await.map_err(closed)?;
         let mut answer = [0; 33];
         stream.read_exact(&mut answer).await.map_err(closed)?;
         let [verdict, proof @ ..] = answer;
@@ -158,7 +211,11 @@ where
             )));
         }
         if verdict == 0 {
-            return Ok(());
+            return if version == greeting.version {
+                Ok(())
+            } else {
+                Err(Failed::Refused(other_version()))
+            };
         }
         let mut reason = [0; REASON];
         stream.read_exact(&mut reason).await.map_err(io)?;
@@ -192,10 +249,7 @@ where
         challenge.extend(PROTOCOL.to_le_bytes());
         challenge.extend(nonce);
         stream.write_all(&challenge).await.ok()?;
-        let (greeting, version) = Greeting::decode(&said)?;
-        if version != PROTOCOL {
-            return None;
-        }
+        let greeting = Greeting::decode(&said)?;
         let mut proof = [0; 32];
         stream.read_exact(&mut proof).await.ok()?;
         if !key.holds(Side::Caller, &said, nonce, proof) {
@@ -221,9 +275,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Caller<S> {
     pub(crate) async fn refuse(mut self, reason: &str) {
         let mut answer = vec![1];
         answer.extend(self.proof);
-        let mut text = reason.as_bytes().iter().copied().take(REASON).collect::<Vec<_>>();
-        text.resize(REASON, 0);
-        answer.extend(text);
+        answer.extend(padded::<REASON>(reason.bytes()));
         // A caller that is gone needs no reason.
         let _ = timeout(PATIENCE, self.stream.write_all(&answer)).await;
         let _ = timeout(PATIENCE, self.stream.shutdown()).await;
@@ -242,6 +294,13 @@ fn reason_text(bytes: &[u8]) -> String {
     text.chars().map(|c| if c.is_control() { '?' } else { c }).collect()
 }
 
+/// What ranks of two versions are told.
+pub(crate) fn version_text(from: u32, theirs: u16, to: u32, ours: u16) -> String {
+    format!(
+        "rank {from} speaks version {theirs} of the protocol, rank {to} version {ours}: run the same build everywhere"
+    )
+}
+
 fn io(error: std::io::Error) -> Failed {
     Failed::Unfit(error.to_string())
 }
@@ -253,6 +312,7 @@ mod tests {
 
     fn greeting() -> Greeting {
         Greeting {
+            version: PROTOCOL,
             purpose: Purpose::Rendezvous,
             from: 3,
             to: 0,
@@ -260,6 +320,7 @@ mod tests {
             job: [7; 32],
             port: 4000,
             build: build(),
+            process: Process { number: 81, host: padded("vm".bytes()), attempt: [3; 8] },
         }
     }
 
@@ -327,22 +388,35 @@ mod tests {
     }
 
     #[test]
-    fn another_version_is_named() {
+    fn another_version_is_recognised_and_named() {
+        let key = Key::of_token(b"a token of some length");
+        let (ours, theirs) = (proof::nonce().unwrap(), proof::nonce().unwrap());
+        let newer = Greeting { version: PROTOCOL + 1, ..greeting() };
         on_runtime(async {
+            // Whoever accepts sees the version, proved.
+            let (mut here, there) = tokio::io::duplex(4096);
+            let (called, accepted) = tokio::join!(call(&mut here, &newer, &key, &ours), async {
+                let caller = accept(there, &key, &theirs).await.unwrap();
+                let accepted = caller.greeting.clone();
+                caller.refuse("because").await;
+                accepted
+            });
+            assert_eq!((called, accepted), (Err(Failed::Refused("because".to_owned())), newer));
+
+            // Whoever calls one that just closes names it too.
             let (mut here, mut there) = tokio::io::duplex(4096);
-            let other = async {
+            let closes = async {
                 let mut challenge = MAGIC.to_vec();
                 challenge.extend(9_u16.to_le_bytes());
                 challenge.extend([9; 32]);
                 there.write_all(&challenge).await.unwrap();
-                there
+                there.read_exact(&mut [0; GREETING]).await.unwrap();
+                drop(there);
             };
-            let key = Key::of_token(b"a token of some length");
             let greeting = greeting();
-            let (called, _there) = tokio::join!(call(&mut here, &greeting, &key, &[1; 32]), other);
-            assert!(
-                matches!(called, Err(Failed::Refused(text)) if text.starts_with("rank 0 speaks version 9"))
-            );
+            let (called, ()) = tokio::join!(call(&mut here, &greeting, &key, &ours), closes);
+            let expected = "rank 3 speaks version 2 of the protocol, rank 0 version 9: run the same build everywhere";
+            assert_eq!(called, Err(Failed::Unfit(expected.to_owned())));
         });
     }
 

@@ -1,5 +1,6 @@
 //! Ranks as processes: how they find and recognise each other, and how contributions travel.
 
+pub(crate) mod door;
 pub(crate) mod handshake;
 pub(crate) mod mesh;
 pub(crate) mod post;

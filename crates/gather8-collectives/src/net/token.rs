@@ -2,8 +2,8 @@
 //! nobody else.
 //!
 //! It lies in a directory that belongs to us and that no other user may enter, is created anew
-//! (never over something that is there, never through a link), and is removed when the ranks have
-//! met.
+//! (never over something that is there, never through a link), is locked as long as its writer lives,
+//! and is removed when the ranks have met.
 
 use std::fmt::Write as _;
 use std::fs::{self, File, OpenOptions};
@@ -11,14 +11,18 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::SocketAddr;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
-use rustix::fs::OFlags;
+use rustix::fs::{FlockOperation, OFlags, flock};
+use rustix::io::Errno;
 
 use crate::error::{Error, Result};
 use crate::net::proof::TOKEN;
 
 /// The longest file that is read.
 const LONGEST: u64 = 512;
+/// The first line.
+const HEAD: &str = "gather8 1";
 
 /// What the file says.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -88,31 +92,74 @@ fn private_directory(directory: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Puts the file in its place. One that a dead rank 0 has left behind is replaced.
-pub(crate) fn publish(path: &Path, invitation: &Invitation) -> Result<()> {
+/// A file in its place, and the lock that says that its writer lives: the system lets go of it when
+/// the process ends, however it ends. Dropped, it removes the file.
+#[derive(Debug)]
+pub(crate) struct Published {
+    path: PathBuf,
+    file: File,
+}
+
+impl Drop for Published {
+    fn drop(&mut self) {
+        // Somebody may have removed it by hand, and another job put its own there.
+        let there = fs::symlink_metadata(&self.path);
+        if let (Ok(there), Ok(ours)) = (there, self.file.metadata())
+            && (there.dev(), there.ino()) == (ours.dev(), ours.ino())
+        {
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// Puts the file of the job `job` in its place. One that a dead rank 0 has left behind is replaced.
+///
+/// # Errors
+/// If the rank 0 of another job lives and has one there, if somebody else has put it there, or if
+/// the file system does not let us.
+pub(crate) fn publish(path: &Path, job: &str, invitation: &Invitation) -> Result<Published> {
     let mut token = String::new();
     for byte in invitation.token {
         let _ = write!(token, "{byte:02x}");
     }
-    let text = format!("gather8 1\n{}\n{token}\n{}\nend\n", invitation.address, invitation.process);
+    let text = format!("{HEAD}\n{}\n{token}\n{}\nend\n", invitation.address, invitation.process);
+    // One at a time, so that nobody removes what another has just put in place of a dead one.
+    let _one_at_a_time = lock_directory(path.parent().unwrap_or(Path::new(".")))?;
     for _ in 0..3 {
         match write_new(path, &text) {
-            Ok(()) => return Ok(()),
-            Err(error) if error.kind() == ErrorKind::AlreadyExists => clear_dead(path)?,
+            Ok(file) => return Ok(Published { path: path.to_owned(), file }),
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => clear_dead(path, job)?,
             Err(error) => {
                 return Err(failed(format!("{} cannot be written: {error}", path.display())));
             }
         }
     }
     Err(failed(format!(
-        "{} comes back whenever it is removed: is another job of this name starting?",
+        "{} comes back whenever it is removed: set GATHER8_JOB to a name of this job's own",
         path.display()
     )))
 }
 
-fn write_new(path: &Path, text: &str) -> std::io::Result<()> {
-    // Written under another name and linked, so that nobody reads half of it; neither step follows
-    // a link or replaces what is there.
+fn lock_directory(directory: &Path) -> Result<File> {
+    let unlockable = |error: std::io::Error| unlockable(directory, &error);
+    let file = File::open(directory).map_err(unlockable)?;
+    let until = Instant::now() + Duration::from_secs(2);
+    loop {
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Ok(file),
+            // Who holds it writes a few bytes, unless it was stopped while it did.
+            Err(Errno::WOULDBLOCK) if Instant::now() < until => {
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            Err(error) => return Err(unlockable(error.into())),
+        }
+    }
+}
+
+/// The file, locked.
+fn write_new(path: &Path, text: &str) -> std::io::Result<File> {
+    // Written under another name, locked, then linked: nobody reads half of it, or takes it for a
+    // dead one's. None of this follows a link or replaces what is there.
     let draft = path.with_extension(format!("{}.draft", std::process::id()));
     let _ = fs::remove_file(&draft);
     let mut file = OpenOptions::new()
@@ -121,46 +168,53 @@ fn write_new(path: &Path, text: &str) -> std::io::Result<()> {
         .mode(0o600)
         .custom_flags(OFlags::NOFOLLOW.bits() as i32)
         .open(&draft)?;
-    let written = file.write_all(text.as_bytes()).and_then(|()| fs::hard_link(&draft, path));
+    let written = file
+        .write_all(text.as_bytes())
+        .and_then(|()| Ok(flock(&file, FlockOperation::NonBlockingLockExclusive)?))
+        .and_then(|()| fs::hard_link(&draft, path));
     let _ = fs::remove_file(&draft);
-    written
+    written.map(|()| file)
 }
 
 /// Removes a file whose writer is dead; an error if it lives, or if the file is not ours.
-fn clear_dead(path: &Path) -> Result<()> {
-    let old = match open_ours(path) {
-        Ok(Some(text)) => parse(&text),
-        Ok(None) => return Ok(()),
-        Err(error) => return Err(error),
-    };
-    if let Some(old) = old
-        && old.process != std::process::id()
-        && Path::new(&format!("/proc/{}", old.process)).exists()
-    {
-        return Err(failed(format!(
-            "{} belongs to process {}, which is running: another job has the same name; set GATHER8_JOB to tell them apart",
-            path.display(),
-            old.process
-        )));
+fn clear_dead(path: &Path, job: &str) -> Result<()> {
+    match read(path)? {
+        Found::Nothing => return Ok(()),
+        Found::Living(old) => {
+            return Err(failed(format!(
+                "process {} is rank 0 of a job `{}` that is starting on this host ({}): wait until it has started, or set GATHER8_JOB to tell the two apart",
+                old.process,
+                job.escape_debug(),
+                path.display()
+            )));
+        }
+        Found::Dead => {}
     }
     tracing::warn!(path = %path.display(), "removing what an earlier job has left behind");
-    remove(path);
+    let _ = fs::remove_file(path);
     Ok(())
 }
 
-/// Reads the file: `None` if it is not there yet.
+/// What lies where rank 0 puts its file.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Found {
+    /// Nothing yet.
+    Nothing,
+    /// What a process has left behind that is gone, or that no version of ours has written.
+    Dead,
+    /// An invitation whose writer lives.
+    Living(Invitation),
+}
+
+/// Reads the file.
 ///
 /// # Errors
 /// If somebody else could have written it.
-pub(crate) fn read(path: &Path) -> Result<Option<Invitation>> {
-    Ok(open_ours(path)?.and_then(|text| parse(&text)))
-}
-
-fn open_ours(path: &Path) -> Result<Option<String>> {
+pub(crate) fn read(path: &Path) -> Result<Found> {
     let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32;
     let file = match OpenOptions::new().read(true).custom_flags(flags).open(path) {
         Ok(file) => file,
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Found::Nothing),
         Err(error) => {
             return Err(failed(format!(
                 "{} is not what rank 0 writes ({error}): remove it",
@@ -168,10 +222,23 @@ fn open_ours(path: &Path) -> Result<Option<String>> {
             )));
         }
     };
-    let text = check_and_read(&file);
-    text.map(Some).map_err(|why| {
+    let text = check_and_read(&file).map_err(|why| {
         failed(format!("{} {why}: somebody else has put it there; remove it", path.display()))
-    })
+    })?;
+    // The writer holds the lock alone as long as it lives. Process numbers would not do: they come
+    // again, and in another container they mean another process.
+    match flock(&file, FlockOperation::NonBlockingLockShared) {
+        Ok(()) => Ok(Found::Dead),
+        Err(Errno::WOULDBLOCK) => Ok(parse(&text).map_or(Found::Dead, Found::Living)),
+        Err(error) => Err(unlockable(path, &error.into())),
+    }
+}
+
+fn unlockable(path: &Path, error: &std::io::Error) -> Error {
+    failed(format!(
+        "{} cannot be locked ({error}): let XDG_RUNTIME_DIR name a private directory on a local file system",
+        path.display()
+    ))
 }
 
 fn check_and_read(file: &File) -> std::result::Result<String, String> {
@@ -197,7 +264,7 @@ fn check_and_read(file: &File) -> std::result::Result<String, String> {
 fn parse(text: &str) -> Option<Invitation> {
     let mut lines = text.lines();
     let [head, address, token, process, end] = [(); 5].map(|()| lines.next().unwrap_or_default());
-    if head != "gather8 1" || end != "end" || token.len() != 2 * TOKEN || !token.is_ascii() {
+    if head != HEAD || end != "end" || token.len() != 2 * TOKEN || !token.is_ascii() {
         return None;
     }
     let mut bytes = [0; TOKEN];
@@ -209,11 +276,6 @@ fn parse(text: &str) -> Option<Invitation> {
         token: bytes,
         process: process.parse().ok()?,
     })
-}
-
-/// Removes the file; that it is gone already is no matter.
-pub(crate) fn remove(path: &Path) {
-    let _ = fs::remove_file(path);
 }
 
 fn failed(problem: String) -> Error {
@@ -240,57 +302,96 @@ mod tests {
         (directory, path)
     }
 
+    /// A file with this text and mode, which nobody has locked.
+    fn leave(path: &Path, text: &[u8], mode: u32) {
+        fs::write(path, text).unwrap();
+        fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+    }
+
     #[test]
     fn what_is_published_is_read_and_private() {
         let (_directory, path) = place();
-        assert_eq!(read(&path).unwrap(), None);
-        publish(&path, &invitation()).unwrap();
-        assert_eq!(read(&path).unwrap(), Some(invitation()));
+        assert_eq!(read(&path).unwrap(), Found::Nothing);
+        let published = publish(&path, "job", &invitation()).unwrap();
+        assert_eq!(read(&path).unwrap(), Found::Living(invitation()));
         let mode = |path: &Path| fs::metadata(path).unwrap().mode() & 0o777;
         assert_eq!((mode(&path), mode(path.parent().unwrap())), (0o600, 0o700));
         let name = path.file_name().unwrap().to_str().unwrap();
         assert!(name.starts_with("jobx1-") && name.ends_with("-80.rendezvous"), "{name}");
         assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1, "no draft is left");
-        remove(&path);
-        assert_eq!(read(&path).unwrap(), None);
+        drop(published);
+        assert_eq!(read(&path).unwrap(), Found::Nothing);
     }
 
     #[test]
     fn a_dead_job_gives_way_and_a_live_one_does_not() {
         let (_directory, path) = place();
-        let with = |process| Invitation { process, ..invitation() };
-        // No process has this number: Linux stops at 2^22.
-        publish(&path, &with(u32::MAX)).unwrap();
-        publish(&path, &with(1)).unwrap();
-        let error = publish(&path, &invitation()).unwrap_err().to_string();
-        assert!(error.contains("belongs to process 1, which is running"), "{error}");
-        assert!(error.contains("GATHER8_JOB"));
+        let published = publish(&path, "job", &invitation()).unwrap();
+        let text = fs::read(&path).unwrap();
+        let error = publish(&path, "job", &invitation()).unwrap_err().to_string();
+        let expected =
+            format!("process {} is rank 0 of a job `job` that is starting", std::process::id());
+        assert!(error.contains(&expected) && error.contains("GATHER8_JOB"), "{error}");
+        drop(published);
+        // Left behind by a process whose number lives, even as this one's own.
+        leave(&path, &text, 0o600);
+        assert_eq!(read(&path).unwrap(), Found::Dead);
+        let published = publish(&path, "job", &invitation()).unwrap();
+        assert_eq!(read(&path).unwrap(), Found::Living(invitation()));
+        // Whoever has removed it by hand, and put another there: that one stays.
+        fs::remove_file(&path).unwrap();
+        leave(&path, &text, 0o600);
+        drop(published);
+        assert_eq!(read(&path).unwrap(), Found::Dead);
+    }
+
+    #[test]
+    fn of_many_that_replace_a_dead_one_one_succeeds() {
+        let (_directory, path) = place();
+        for round in 0..20 {
+            leave(&path, b"gather8 0", 0o600);
+            let start = std::sync::Barrier::new(8);
+            let published = std::thread::scope(|scope| {
+                let publishers = (0..8).map(|_| {
+                    scope.spawn(|| {
+                        start.wait();
+                        publish(&path, "job", &invitation())
+                    })
+                });
+                let publishers = publishers.collect::<Vec<_>>();
+                publishers.into_iter().map(|one| one.join().unwrap()).collect::<Vec<_>>()
+            });
+            assert_eq!(published.iter().flatten().count(), 1, "round {round}: {published:?}");
+            assert_eq!(read(&path).unwrap(), Found::Living(invitation()));
+        }
     }
 
     #[test]
     fn a_strangers_file_is_refused() {
         let (directory, path) = place();
+        let publish = |path: &Path| publish(path, "job", &invitation());
         // A link, even to a good file.
         let elsewhere = directory.path().join("elsewhere");
-        publish(&elsewhere, &invitation()).unwrap();
+        let published = publish(&elsewhere).unwrap();
         symlink(&elsewhere, &path).unwrap();
         assert!(read(&path).unwrap_err().to_string().contains("is not what rank 0 writes"));
-        assert!(publish(&path, &invitation()).is_err());
-        remove(&path);
+        assert!(publish(&path).is_err());
+        fs::remove_file(&path).unwrap();
+        drop(published);
         // A file that others can write.
-        publish(&path, &invitation()).unwrap();
+        let _published = publish(&path).unwrap();
         fs::set_permissions(&path, fs::Permissions::from_mode(0o666)).unwrap();
         let error = read(&path).unwrap_err().to_string();
         assert!(error.contains("can be reached by others (mode 666)"), "{error}");
-        assert!(publish(&path, &invitation()).is_err());
-        remove(&path);
+        assert!(publish(&path).is_err());
+        fs::remove_file(&path).unwrap();
         // Another user's, where this test may make one.
-        publish(&path, &invitation()).unwrap();
+        let _published = publish(&path).unwrap();
         if std::os::unix::fs::chown(&path, Some(12345), None).is_ok() {
             let error = read(&path).unwrap_err().to_string();
             assert!(error.contains("belongs to user 12345"), "{error}");
         }
-        remove(&path);
+        fs::remove_file(&path).unwrap();
         // Nothing that would block, and nothing huge.
         rustix::fs::mknodat(
             rustix::fs::CWD,
@@ -301,9 +402,8 @@ mod tests {
         )
         .unwrap();
         assert!(read(&path).unwrap_err().to_string().contains("is no ordinary file"));
-        remove(&path);
-        fs::write(&path, vec![b'x'; 1000]).unwrap();
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
+        fs::remove_file(&path).unwrap();
+        leave(&path, &[b'x'; 1000], 0o600);
         assert!(read(&path).unwrap_err().to_string().contains("longer than 512 bytes"));
     }
 
@@ -325,7 +425,7 @@ mod tests {
     #[test]
     fn half_a_file_is_no_invitation() {
         let (_directory, path) = place();
-        publish(&path, &invitation()).unwrap();
+        let _published = publish(&path, "job", &invitation()).unwrap();
         let text = fs::read_to_string(&path).unwrap();
         for end in 0..text.len() - 1 {
             assert_eq!(parse(&text[..end]), None, "cut at {end}");
