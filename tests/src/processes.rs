@@ -34,6 +34,8 @@ pub struct Args {
     pub worlds: Option<Vec<u32>>,
     /// Which way the ranks talk.
     pub transport: String,
+    /// How often each case is run.
+    pub times: u32,
     /// Only cases whose name contains this.
     pub filter: Option<String>,
     /// Say nothing, do nothing: `cargo test -- --list` asks this of every target.
@@ -43,13 +45,14 @@ pub struct Args {
 impl Args {
     /// Reads the command line; what libtest understands and this runner does not need is let pass.
     pub fn parse(args: impl IntoIterator<Item = String>) -> anyhow::Result<Self> {
-        let mut parsed = Self { transport: "tcp".to_owned(), ..Self::default() };
+        let mut parsed = Self { transport: "tcp".to_owned(), times: 1, ..Self::default() };
         let mut args = args.into_iter();
         while let Some(arg) = args.next() {
             let mut value = || args.next().with_context(|| format!("{arg} wants a value"));
             match arg.as_str() {
                 "--expect-world" => parsed.expect_world = Some(value()?.parse()?),
                 "--transport" => parsed.transport = value()?,
+                "--times" => parsed.times = value()?.parse()?,
                 "--worlds" => {
                     let list = value()?;
                     let worlds = list.split(',').map(str::parse).collect::<Result<_, _>>()?;
@@ -147,7 +150,8 @@ fn rank<B: Backend>(
 ) -> anyhow::Result<ExitCode> {
     let loud = launch.rank == 0;
     let (mut passed, mut failed) = (0, 0);
-    for (name, case) in cases::all::<B>().into_iter().chain(more.iter().copied()) {
+    let cases = cases::all::<B>().into_iter().chain(more.iter().copied());
+    for (name, case) in cases.flat_map(|case| (0..args.times).map(move |_| case)) {
         if args.transport.starts_with("nccl") && HOST_ONLY.contains(&name) {
             continue;
         }
@@ -272,6 +276,7 @@ fn start_worlds(args: &Args) -> anyhow::Result<ExitCode> {
     for &world in args.worlds.as_deref().unwrap_or(&WORLDS) {
         let mut options = vec!["--expect-world".to_owned(), world.to_string()];
         options.extend(["--transport".to_owned(), args.transport.clone()]);
+        options.extend(["--times".to_owned(), args.times.to_string()]);
         options.extend(args.filter.clone());
         let job = format!("conformance-{}-{world}", std::process::id());
         #[cfg(feature = "cuda")]

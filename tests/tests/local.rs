@@ -30,7 +30,7 @@ cases! {
     collectives::an_event_after_a_gather_waits_for_all,
     collectives::splits_work_side_by_side,
     collectives::an_abort_reaches_everybody,
-    collectives::who_leaves_or_sleeps_is_named,
+    collectives::who_leaves_is_named,
     collectives::mismatches_are_told_to_all,
     collectives::dropping_is_quiet,
     gather::bytes_are_the_cast_of_the_whole_weight,

@@ -26,7 +26,7 @@ pub fn all<B: Backend>() -> Vec<(&'static str, Case<B>)> {
         ),
         ("splits_work_side_by_side", collectives::splits_work_side_by_side),
         ("an_abort_reaches_everybody", collectives::an_abort_reaches_everybody),
-        ("who_leaves_or_sleeps_is_named", collectives::who_leaves_or_sleeps_is_named),
+        ("who_leaves_is_named", collectives::who_leaves_is_named),
         ("mismatches_are_told_to_all", collectives::mismatches_are_told_to_all),
         ("dropping_is_quiet", collectives::dropping_is_quiet),
         (
