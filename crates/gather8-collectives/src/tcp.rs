@@ -16,7 +16,7 @@ use crate::launch::Launch;
 use crate::net::mesh::{self, Mesh};
 use crate::net::post::{Inbox, Post};
 use crate::net::proof::{LONGEST_TOKEN, SHORTEST_TOKEN};
-use crate::net::rendezvous::{self, Met, Party, Venue};
+use crate::net::rendezvous::{self, HELD, Met, Party, Venue};
 
 /// A secret that the ranks of a job on several hosts share. Never printed.
 #[derive(Clone)]
@@ -190,8 +190,13 @@ fn connect(
             };
             runtime.block_on(async {
                 match rendezvous::meet(&party, &venue).await {
-                    Ok(Met { links, addresses }) => {
+                    Ok(Met { links, addresses, held }) => {
                         let _ = report.send(Ok(addresses));
+                        // Ends with the runtime, if not before.
+                        tokio::spawn(async move {
+                            tokio::time::sleep(HELD).await;
+                            drop(held);
+                        });
                         mesh::serve(queues, links, inbox).await;
                     }
                     Err(error) => drop(report.send(Err(error))),

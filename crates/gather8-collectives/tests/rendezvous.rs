@@ -152,6 +152,21 @@ fn a_second_rank_0_of_one_name_ends_at_once_and_the_first_job_starts() {
 }
 
 #[test]
+fn whoever_comes_when_the_others_have_met_without_it_is_told() {
+    let [venue, _] = Venue::both();
+    let results = join_all(&venue, &[(0, 2, "job", 0), (1, 2, "job", 0), (1, 2, "job", 700)]);
+    assert!(results[0].is_ok() && results[1].is_ok());
+    let expected = format!(
+        "rendezvous: the ranks of a job `job` have met on this host without this rank 1 (its rank 0 is process {}): give each rank a number of its own, and each job a GATHER8_JOB of its own",
+        std::process::id()
+    );
+    assert_eq!(results[2].as_ref().err(), Some(&expected));
+    // A world that is dropped leaves the name to the next at once.
+    drop(results);
+    assert!(join_all(&venue, &[(0, 2, "job", 0), (1, 2, "job", 0)]).iter().all(Result::is_ok));
+}
+
+#[test]
 fn a_file_that_a_dead_rank_0_has_left_keeps_nobody() {
     use std::os::unix::fs::OpenOptionsExt;
     // Learn the file's name, then leave one there that names a process which lives: number 1.

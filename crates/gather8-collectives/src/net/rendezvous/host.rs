@@ -32,8 +32,9 @@ pub(super) async fn host(party: &Party, venue: &Venue) -> Result<Met> {
                 token: nonce()?,
                 process: std::process::id(),
             };
-            let _published = crate::net::token::publish(path, job, &invitation)?;
-            receive(party, &listener, &Key::of_token(&invitation.token)).await
+            let published = crate::net::token::publish(path, job, &invitation)?;
+            let met = receive(party, &listener, &Key::of_token(&invitation.token)).await?;
+            Ok(Met { held: Some(Box::new(published)), ..met })
         }
         Venue::Network { host, port, token } => {
             // All addresses of the host's family, since a name may mean another one here than
@@ -190,7 +191,7 @@ async fn introduce(guests: BTreeMap<u32, Guest>, own: SocketAddr) -> Result<Met>
             .map_err(|error| failed(format!("rank {rank} was lost ({error})")))?;
         links.insert(rank, guest.stream);
     }
-    Ok(Met { links, addresses })
+    Ok(Met { links, addresses, held: None })
 }
 
 /// Whether the other end has closed a connection on which it has nothing to say.

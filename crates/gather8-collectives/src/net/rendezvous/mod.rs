@@ -42,7 +42,13 @@ pub(crate) struct Party {
 pub(crate) struct Met {
     pub(crate) links: BTreeMap<u32, TcpStream>,
     pub(crate) addresses: Vec<SocketAddr>,
+    /// What keeps the job's name taken, on rank 0 of one that meets on one host; to be held for
+    /// [`HELD`], so that late-comers of another job with that name learn of it.
+    pub(crate) held: Option<Box<dyn Send>>,
 }
+
+/// How long a job's name stays taken after its ranks have met.
+pub(crate) const HELD: Duration = Duration::from_secs(3);
 
 /// Brings the ranks together.
 ///

@@ -1,6 +1,7 @@
 //! What the other ranks do: they come to rank 0, then call each other.
 
 use std::collections::BTreeMap;
+use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::time::Duration;
 
@@ -19,16 +20,29 @@ use crate::net::wire::{self, Head};
 const PAUSE: Duration = Duration::from_millis(50);
 /// How long one attempt to connect may take.
 const CONNECT: Duration = Duration::from_secs(2);
+/// How long a rank 0 that lives and no longer listens is given to start a rendezvous anew; less than
+/// its file stays after one.
+const CLOSED: Duration = Duration::from_secs(1);
 
 /// The other ranks' part.
 pub(super) async fn visit(party: &Party, venue: &Venue) -> Result<Met> {
     let process = Process::own()?;
+    let mut closed = None;
     let mut last;
     let (mut zero, listener, key) = loop {
         match try_visit(party, venue, process).await {
             Ok(done) => break done,
             Err(Attempt::Over(problem)) => return Err(failed(problem)),
-            Err(Attempt::Again(problem)) => last = problem,
+            Err(Attempt::Again(problem)) => {
+                last = problem;
+                closed = None;
+            }
+            Err(Attempt::Closed(problem)) => {
+                if closed.get_or_insert_with(Instant::now).elapsed() >= CLOSED {
+                    return Err(failed(problem));
+                }
+                last = problem;
+            }
         }
         if Instant::now() + PAUSE >= party.deadline {
             return Err(failed(format!(
@@ -60,12 +74,14 @@ pub(super) async fn visit(party: &Party, venue: &Venue) -> Result<Met> {
     let key = key.session(&session);
     let mut links = join_peers(party, &listener, &addresses, &key, process).await?;
     links.insert(0, zero);
-    Ok(Met { links, addresses })
+    Ok(Met { links, addresses, held: None })
 }
 
 /// How an attempt to reach rank 0 failed.
 enum Attempt {
     Again(String),
+    /// Rank 0 lives and does not listen any longer.
+    Closed(String),
     Over(String),
 }
 
@@ -74,9 +90,11 @@ async fn try_visit(
     venue: &Venue,
     process: Process,
 ) -> Result<(TcpStream, TcpListener, Key), Attempt> {
+    // What a refused connection means.
+    let mut closed = None;
     let (address, key) = match venue {
         #[cfg(unix)]
-        Venue::File { path, .. } => {
+        Venue::File { path, job, .. } => {
             use crate::net::token::Found;
             let found = crate::net::token::read(path).map_err(|error| {
                 Attempt::Over(match error {
@@ -95,6 +113,12 @@ async fn try_visit(
                 Found::Nothing => return Err(nobody("is not there")),
                 Found::Dead => return Err(nobody("was left behind by a process that is gone")),
             };
+            closed = Some(format!(
+                "the ranks of a job `{}` have met on this host without this rank {} (its rank 0 is process {}): give each rank a number of its own, and each job a GATHER8_JOB of its own",
+                job.escape_debug(),
+                party.rank,
+                invitation.process
+            ));
             (invitation.address, Key::of_token(&invitation.token))
         }
         Venue::Network { host, port, token } => {
@@ -106,7 +130,10 @@ async fn try_visit(
     let mut stream = timeout(CONNECT, TcpStream::connect(address))
         .await
         .map_err(|_| Attempt::Again(format!("{address} does not answer")))?
-        .map_err(again)?;
+        .map_err(|error| match closed {
+            Some(closed) if error.kind() == ErrorKind::ConnectionRefused => Attempt::Closed(closed),
+            _ => again(error),
+        })?;
     let here = stream.local_addr().map_err(again)?.ip();
     let listener = TcpListener::bind((here, 0)).await.map_err(again)?;
     let port = listener.local_addr().map_err(again)?.port();
