@@ -161,6 +161,18 @@ fn whoever_comes_when_the_others_have_met_without_it_is_told() {
         std::process::id()
     );
     assert_eq!(results[2].as_ref().err(), Some(&expected));
+    // Even if that job has ended meanwhile.
+    drop(results);
+    let results = thread::scope(|scope| {
+        let late = scope.spawn(|| join_all(&venue, &[(1, 2, "job", 300)]));
+        let met = join_all(&venue, &[(0, 2, "job", 0), (1, 2, "job", 0)]);
+        thread::sleep(Duration::from_millis(400));
+        assert!(met.iter().all(Result::is_ok));
+        drop(met);
+        late.join().unwrap()
+    });
+    assert_eq!(results[0].as_ref().err(), Some(&expected));
+
     // A world that is dropped leaves the name to the next at once.
     drop(results);
     assert!(join_all(&venue, &[(0, 2, "job", 0), (1, 2, "job", 0)]).iter().all(Result::is_ok));

@@ -20,29 +20,31 @@ use crate::net::wire::{self, Head};
 const PAUSE: Duration = Duration::from_millis(50);
 /// How long one attempt to connect may take.
 const CONNECT: Duration = Duration::from_secs(2);
-/// How long a rank 0 that lives and no longer listens is given to start a rendezvous anew; less than
-/// its file stays after one.
-const CLOSED: Duration = Duration::from_secs(1);
+/// How long a rank 0 that was found not to listen any longer is given to start a rendezvous anew.
+const CLOSED: Duration = Duration::from_secs(3);
 
 /// The other ranks' part.
 pub(super) async fn visit(party: &Party, venue: &Venue) -> Result<Met> {
     let process = Process::own()?;
-    let mut closed = None;
+    // Since when it is known that others have met, and how it is put.
+    let mut closed: Option<(Instant, String)> = None;
     let mut last;
     let (mut zero, listener, key) = loop {
         match try_visit(party, venue, process).await {
             Ok(done) => break done,
             Err(Attempt::Over(problem)) => return Err(failed(problem)),
-            Err(Attempt::Again(problem)) => {
-                last = problem;
-                closed = None;
-            }
+            Err(Attempt::Absent(problem)) => last = problem,
             Err(Attempt::Closed(problem)) => {
-                if closed.get_or_insert_with(Instant::now).elapsed() >= CLOSED {
-                    return Err(failed(problem));
-                }
+                closed.get_or_insert_with(|| (Instant::now(), problem.clone()));
                 last = problem;
             }
+            Err(Attempt::Again(problem)) => {
+                closed = None;
+                last = problem;
+            }
+        }
+        if let Some((_, problem)) = closed.take_if(|(since, _)| since.elapsed() >= CLOSED) {
+            return Err(failed(problem));
         }
         if Instant::now() + PAUSE >= party.deadline {
             return Err(failed(format!(
@@ -80,6 +82,8 @@ pub(super) async fn visit(party: &Party, venue: &Venue) -> Result<Met> {
 /// How an attempt to reach rank 0 failed.
 enum Attempt {
     Again(String),
+    /// There is no rank 0 yet.
+    Absent(String),
     /// Rank 0 lives and does not listen any longer.
     Closed(String),
     Over(String),
@@ -103,7 +107,7 @@ async fn try_visit(
                 })
             })?;
             let nobody = |what| {
-                Attempt::Again(format!(
+                Attempt::Absent(format!(
                     "{} {what} (does rank 0 run on this host? Ranks on several hosts need GATHER8_ADDR and a token)",
                     path.display()
                 ))
