@@ -136,7 +136,15 @@ fn talk(stream: &mut TcpStream, token: &[u8], rank: u32, random: u8) -> std::io:
 fn attack(kind: Kind, address: SocketAddr, random: u8, silent: &mut VecDeque<TcpStream>) -> bool {
     let mut stream = match TcpStream::connect_timeout(&address, Duration::from_secs(10)) {
         Ok(stream) => stream,
-        Err(error) if error.kind() == ErrorKind::ConnectionRefused => return false,
+        // Reset: the listener has gone while this one waited to be accepted.
+        Err(error)
+            if matches!(
+                error.kind(),
+                ErrorKind::ConnectionRefused | ErrorKind::ConnectionReset
+            ) =>
+        {
+            return false;
+        }
         Err(error) => panic!("{error}"),
     };
     stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();

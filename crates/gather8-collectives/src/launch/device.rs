@@ -8,8 +8,8 @@ impl Launch {
     /// With `share`, ranks beyond the last device start again from the first.
     ///
     /// # Errors
-    /// [`Error::Launch`] if no device is visible, if there is none for this rank, or if there are
-    /// several and the launcher has not said which local rank this is.
+    /// [`Error::Launch`](crate::Error::Launch) if no device is visible, if there is none for this
+    /// rank, or if there are several and the launcher has not said which local rank this is.
     pub fn device(&self, visible: u32, share: bool) -> Result<u32> {
         match (visible, self.local_rank) {
             (0, _) => Err(launch_error("no device is visible".to_owned())),
