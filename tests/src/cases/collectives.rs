@@ -235,10 +235,13 @@ pub fn splits_work_side_by_side<B: Backend>(cx: &Context<B>) -> anyhow::Result<(
 /// A rank that aborts ends what the others wait for, with its reason.
 pub fn an_abort_reaches_everybody<B: Backend>(cx: &Context<B>) -> anyhow::Result<()> {
     let culprit = cx.world() - 1;
+    // Aborted when all are through the start, where it would reach them as well; it may overtake
+    // the last messages of this barrier.
+    let started = cx.communicator.barrier(op(0, "barrier"));
     if cx.rank() == culprit {
         cx.communicator.abort_handle().abort("on purpose");
     }
-    let Err(error) = cx.communicator.barrier(op(0, "barrier")) else {
+    let Err(error) = started.and_then(|()| cx.communicator.barrier(op(1, "barrier"))) else {
         anyhow::bail!("the barrier went through");
     };
     if cx.rank() == culprit {
