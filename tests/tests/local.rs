@@ -34,6 +34,7 @@ cases! {
     collectives::mismatches_are_told_to_all,
     collectives::dropping_is_quiet,
     gather::bytes_are_the_cast_of_the_whole_weight,
+    gather::a_sync_leaves_what_is_gathered,
     gather::traffic_follows_the_formula,
     gather::decoded_weights_differ_plausibly,
     gather::plain_weights_arrive_as_stored,

@@ -113,37 +113,23 @@ impl<B: Backend> FsdpBuilder<B> {
             specs.filter(|spec| spec.trainable).map(|spec| (&*spec.name, &*spec.group)),
         )?;
         let mut weights = Vec::new();
-        let mut records = Vec::new();
         for unit in &self.units {
-            let count = unit.weights.iter().filter(|spec| self.is_float8(spec)).count() as u64;
-            let span = if count == 0 {
-                None
-            } else {
-                Some(Span::whole(&self.backend.alloc(count * RECORD_BYTES, Memory::Device)?))
-            };
-            let mut at = 0;
             for spec in &unit.weights {
                 let slot =
                     weights.iter().filter(|w: &&ShardedWeight<B>| w.float8.is_some()).count();
-                let record = match &span {
-                    Some(span) if self.is_float8(spec) => {
-                        at += RECORD_BYTES;
-                        Some(span.sub(at - RECORD_BYTES..at)?)
-                    }
-                    _ => None,
-                };
                 let sharding = Sharding::new(spec, world, rank);
                 let padded = sharding.padded_elements();
-                let float8 = match record {
-                    Some(record) => Some(Float8Shard {
+                let float8 = if self.is_float8(spec) {
+                    Some(Float8Shard {
                         format: self.config.gather.format,
                         bytes: self.backend.alloc(padded, Memory::Device)?,
-                        record,
+                        record: Span::whole(&self.backend.alloc(RECORD_BYTES, Memory::Device)?),
                         scales: table.slot_record(slot)?,
                         slot,
                         saturated: saturated.clone(),
-                    }),
-                    None => None,
+                    })
+                } else {
+                    None
                 };
                 let state = match groups.iter().position(|(name, _)| *name == spec.group) {
                     Some(group) if spec.trainable => {
@@ -162,13 +148,12 @@ impl<B: Backend> FsdpBuilder<B> {
                 let shard = self.backend.alloc(bytes, Memory::Device)?;
                 weights.push(ShardedWeight { spec: spec.clone(), sharding, shard, float8, state });
             }
-            records.push(span);
         }
 
         let emit = self.config.scaling.is_delayed() && !self.config.gather.count_saturated;
         let optimizer =
             Optimizer::new(&self.backend, &streams.compute, &self.config, groups, &weights, emit)?;
-        let planned = self.plan_units(&weights, &records, world)?;
+        let planned = self.plan_units(&weights, world)?;
         let staging_bytes = weights
             .iter()
             .filter(|weight| weight.state.is_some())
@@ -281,12 +266,7 @@ impl<B: Backend> FsdpBuilder<B> {
         Ok(AmaxTable::new(&self.backend, stream, config, &slots)?)
     }
 
-    fn plan_units(
-        &self,
-        weights: &[ShardedWeight<B>],
-        records: &[Option<Span<B>>],
-        world: u32,
-    ) -> Result<Planned<B>> {
+    fn plan_units(&self, weights: &[ShardedWeight<B>], world: u32) -> Result<Planned<B>> {
         let mut rest = weights;
         let mut split = Vec::new();
         for unit in &self.units {
@@ -306,14 +286,13 @@ impl<B: Backend> FsdpBuilder<B> {
         let scratch = self.backend.alloc(scratch_len, Memory::Device)?;
         let mut units = Vec::new();
         let mut first = 0;
-        for ((spec, weights), records) in self.units.iter().zip(&split).zip(records) {
+        for (spec, weights) in self.units.iter().zip(&split) {
             let plan = UnitPlan {
                 backend: &self.backend,
                 world,
                 spec,
                 first,
                 weights,
-                records: records.clone(),
                 slots: arena.buffers().cloned().collect(),
                 gradient_slots: gradient_arena.buffers().cloned().collect(),
                 scratch: &scratch,

@@ -37,13 +37,13 @@ impl<B: Backend> Gather<B> {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Encoding<B: Backend> {
-    /// Float8 codes of one scale. `record` is the snapshot of the
-    /// [`BytesRecord`](gather8_kernels::layout::BytesRecord) that was taken with the bytes: no
-    /// later sync changes it.
+    /// Float8 codes of one scale. `record` is the
+    /// [`BytesRecord`](gather8_kernels::layout::BytesRecord) that was written with the bytes: no
+    /// later sync changes it, and the next cast waits for whoever reads it.
     Float8 {
         /// The codes' format.
         format: Format,
-        /// The snapshot.
+        /// The record.
         record: Span<B>,
     },
     /// As stored.
@@ -72,11 +72,11 @@ pub trait AllGatherHooks<B: Backend>: Send + Sync {
     /// A span that does not exist.
     fn pre_all_gather(&self, gather: &mut Gather<B>) -> Result<()>;
 
-    /// The record that is copied beside the gathered bytes, if the weight has one.
+    /// The record that is written with the bytes, equal on every rank; if the weight has one.
     fn record(&self) -> Option<Span<B>>;
 
     /// Makes the whole weight from its gathered segments (`world` times the source's length each)
-    /// and the copied record.
+    /// and their record.
     ///
     /// # Errors
     /// A gathered part that is too short.

@@ -9,7 +9,7 @@ use gather8_kernels::{Backend, DType, Job, Memory, Span, Tensor};
 use crate::error::Result;
 use crate::hooks::{AllGatherHooks, Gather, Unsharded};
 use crate::spec::UnitSpec;
-use crate::weight::{RECORD_BYTES, ShardedWeight};
+use crate::weight::ShardedWeight;
 
 /// Segments start at multiples of this: enough for every vector access and for NCCL.
 const ALIGNMENT: u64 = 256;
@@ -38,8 +38,6 @@ pub(crate) struct Unit<B: Backend> {
 pub(crate) struct Place<B: Backend> {
     /// Source and destination of every segment; empty in a world of 1, where nothing moves.
     pub(crate) parts: Vec<(Span<B>, Span<B>)>,
-    /// The unit's records and their snapshot.
-    pub(crate) records: Option<(Span<B>, Span<B>)>,
     /// The whole weights.
     pub(crate) unsharded: Vec<Unsharded<B>>,
 }
@@ -63,12 +61,11 @@ pub(crate) fn place_bytes<B: Backend>(weights: &[ShardedWeight<B>], world: u32) 
     if world == 1 {
         return 0;
     }
-    let segments: u64 = weights
+    weights
         .iter()
         .flat_map(AllGatherHooks::segments)
         .map(|segment| align(segment.source.len() * u64::from(world)))
-        .sum();
-    segments + align(weights.len() as u64 * RECORD_BYTES)
+        .sum()
 }
 
 /// Bytes that a unit's full gradients need.
@@ -95,8 +92,6 @@ pub(crate) struct UnitPlan<'a, B: Backend> {
     /// Number of the unit's first weight.
     pub(crate) first: usize,
     pub(crate) weights: &'a [ShardedWeight<B>],
-    /// The unit's records, in the order of its float8 weights.
-    pub(crate) records: Option<Span<B>>,
     /// Arena slots and gradient slots that it may be given.
     pub(crate) slots: Vec<Arc<B::Buffer>>,
     pub(crate) gradient_slots: Vec<Arc<B::Buffer>>,
@@ -145,7 +140,7 @@ impl<B: Backend> UnitPlan<'_, B> {
     }
 
     fn place(&self, slot: &Arc<B::Buffer>) -> Result<Place<B>> {
-        let mut place = Place { parts: Vec::new(), records: None, unsharded: Vec::new() };
+        let mut place = Place { parts: Vec::new(), unsharded: Vec::new() };
         if self.world == 1 {
             for weight in self.weights {
                 let parts: Vec<_> = weight.segments().into_iter().map(|s| s.source).collect();
@@ -154,16 +149,6 @@ impl<B: Backend> UnitPlan<'_, B> {
             return Ok(place);
         }
         let mut at = 0;
-        let snapshot = match &self.records {
-            Some(records) => {
-                let span = Span::new(slot, 0..records.len())?;
-                at = align(records.len());
-                place.records = Some((records.clone(), span.clone()));
-                Some(span)
-            }
-            None => None,
-        };
-        let mut record_at = 0;
         for weight in self.weights {
             let mut parts = Vec::new();
             for segment in weight.segments() {
@@ -173,15 +158,7 @@ impl<B: Backend> UnitPlan<'_, B> {
                 parts.push(destination.clone());
                 place.parts.push((segment.source, destination));
             }
-            let record = match (&snapshot, weight.record()) {
-                (Some(snapshot), Some(_)) => {
-                    let record = snapshot.sub(record_at..record_at + RECORD_BYTES)?;
-                    record_at += RECORD_BYTES;
-                    Some(record)
-                }
-                _ => None,
-            };
-            place.unsharded.push(weight.post_all_gather(&parts, record)?);
+            place.unsharded.push(weight.post_all_gather(&parts, weight.record())?);
         }
         Ok(place)
     }

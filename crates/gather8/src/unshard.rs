@@ -289,9 +289,6 @@ impl<B: Backend> Fsdp<B> {
             let op = self.gather.op("all-gather", &unit.name);
             state.log.note(op.name, op.unit, unit.gathered_bytes);
             self.gather.communicator.all_gather(op, &place.parts, on)?;
-            if let Some((records, snapshot)) = &place.records {
-                self.backend.copy(on, records, snapshot)?;
-            }
         }
         state.traffic.gathered_bytes += unit.gathered_bytes;
         state.traffic.gathers += 1;
@@ -343,8 +340,10 @@ impl<B: Backend> Fsdp<B> {
             .iter()
             .map(|stream| self.backend.record(stream))
             .collect::<Result<Vec<_>, _>>()?;
+        // Views read what is the unit's own: its place if it is held, the shards and their bytes in
+        // a world of 1, and in any world the records of float8 bytes, which the next cast rewrites.
         let borrowed = unit.places.get(residence.place).is_some_and(|place| place.parts.is_empty());
-        if borrowed || unit.held {
+        if borrowed || unit.held || unit.cast.is_some() {
             state.unit(id)?.fences = fences.clone();
         }
         if !unit.held {

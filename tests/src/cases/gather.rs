@@ -2,7 +2,7 @@
 
 use anyhow::{Context as _, ensure};
 use gather8::config::GatherType;
-use gather8::{Fsdp, Phase, Scaling, UnitSpec, WeightSpec};
+use gather8::{Fsdp, Phase, Scaling, UnitSpec, WeightSpec, WeightView};
 use gather8_kernels::{Backend, Format, scalar, scale::ScaleRule};
 
 use crate::Context;
@@ -140,5 +140,39 @@ pub fn plain_weights_arrive_as_stored<B: Backend>(cx: &Context<B>) -> anyhow::Re
     ensure!(norm.scale_inv()?.is_none(), "a BF16 weight has no scale");
     let full = fsdp.weight(fsdp.weight_id("full")?, Phase::Inference)?;
     ensure!(full.to_f32()? == initial(&specs[2], 0..7), "an F32 weight arrived changed");
+    Ok(())
+}
+
+/// While a unit is gathered its weights cannot change; a change and a sync of others leaves its
+/// views as they are, and the others' next gather has the new bytes and their scale.
+pub fn a_sync_leaves_what_is_gathered<B: Backend>(cx: &Context<B>) -> anyhow::Result<()> {
+    for scaling in [Scaling::Dynamic, Scaling::delayed()] {
+        let mut config = cx.config();
+        config.scaling = scaling;
+        let fsdp = Fsdp::builder(config, cx.backend.clone(), cx.communicator.clone())
+            .units(Mlp::uneven().units())
+            .build(|spec, rows| anyhow::Ok(initial(spec, rows)))?;
+        let kept = (fsdp.weight_id("layer0.weight")?, fsdp.unit_id("layer0")?);
+        let other = (fsdp.weight_id("layer1.weight")?, fsdp.unit_id("layer1")?);
+        let grow = |values: &mut [f32]| values.iter_mut().for_each(|value| *value *= 8.0);
+        let read = |view: &WeightView<B>| anyhow::Ok((view.scale_inv()?, view.to_bytes()?));
+
+        let guard = fsdp.unshard(kept.1)?;
+        let view = guard.weight(kept.0)?;
+        let kept_before = read(&view)?;
+        let other_guard = fsdp.unshard(other.1)?;
+        let other_before = read(&other_guard.weight(other.0)?)?;
+        other_guard.reshard()?;
+        ensure!(fsdp.update(kept.0, grow).is_err(), "a gathered weight was changed");
+        fsdp.update(other.0, grow)?;
+        fsdp.sync()?;
+        let other_guard = fsdp.unshard(other.1)?;
+        let other_after = read(&other_guard.weight(other.0)?)?;
+        ensure!(read(&view)? == kept_before, "{scaling:?}: the view has changed");
+        ensure!(read(&guard.weight(kept.0)?)? == kept_before, "{scaling:?}: the unit has changed");
+        ensure!(other_after.1 == other_before.1, "{scaling:?}: the same codes of larger values");
+        let factor = other_after.0.unwrap_or(0.0) / other_before.0.unwrap_or(1.0);
+        ensure!((factor - 8.0).abs() < 1e-5, "{scaling:?}: the scale went by {factor}");
+    }
     Ok(())
 }

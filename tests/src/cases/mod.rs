@@ -33,6 +33,7 @@ pub fn all<B: Backend>() -> Vec<(&'static str, Case<B>)> {
             "gathered_bytes_are_the_cast_of_the_whole_weight",
             gather::bytes_are_the_cast_of_the_whole_weight,
         ),
+        ("a_sync_leaves_what_is_gathered", gather::a_sync_leaves_what_is_gathered),
         ("traffic_follows_the_formula", gather::traffic_follows_the_formula),
         ("decoded_weights_differ_plausibly", gather::decoded_weights_differ_plausibly),
         ("plain_weights_arrive_as_stored", gather::plain_weights_arrive_as_stored),
