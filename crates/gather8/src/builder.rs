@@ -183,6 +183,7 @@ impl<B: Backend> FsdpBuilder<B> {
             no_sync: false,
             divide: HashMap::new(),
             add: HashMap::new(),
+            record: HashMap::new(),
             traffic: Traffic::default(),
         };
         let mut unit_of = Vec::new();

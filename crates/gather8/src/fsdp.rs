@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use gather8_collectives::order::OrderLog;
 use gather8_collectives::table::AmaxTable;
-use gather8_kernels::{Backend, DType, Span};
+use gather8_kernels::{Backend, DType, Span, Tensor};
 
 use crate::arena::{Arena, Fences};
 use crate::channel::Channel;
@@ -97,6 +97,8 @@ pub(crate) struct State<B: Backend> {
     pub(crate) divide: HashMap<(usize, usize, u32), Arc<B::Plan>>,
     /// Launches that add a gradient from the staging memory, by weight, place and type.
     pub(crate) add: HashMap<(usize, usize, DType), Arc<B::Plan>>,
+    /// Launches that record an amax, by slot and bank, and what they read.
+    pub(crate) record: HashMap<(usize, usize), (Tensor<B>, B::Plan)>,
     pub(crate) traffic: Traffic,
 }
 
