@@ -6,6 +6,7 @@ use gather8_examples::bench::cuda::{EventClock, gpu, launches};
 use gather8_examples::bench::device::Device;
 use gather8_examples::bench::gather::host_of_unshard;
 use gather8_examples::bench::model::{Arena, Model, blocks, mixed, room};
+use gather8_examples::bench::step::whole_steps;
 use gather8_examples::bench::{self, Machine, Measured, Settings};
 use gather8_examples::seat::Seat;
 
@@ -39,6 +40,8 @@ pub(crate) fn rows(arguments: &Arguments, launch: &Launch, machine: &Machine) ->
     }
     drop((groups, large, various, singles, arena));
     figures.extend(host_of_unshard(&cuda, &seat.communicator, arguments.divide, 101)?);
+    let clock = EventClock::new(&cuda)?;
+    figures.extend(whole_steps(&cuda, &seat.communicator, &*clock, arguments.divide, 9)?);
     figures.iter().for_each(|figure| say(figure));
     Ok(Results { settings, gpu: Some(gpu), rows, figures, ..Results::default() })
 }

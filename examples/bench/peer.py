@@ -102,7 +102,12 @@ class Block(nn.Module):
 def fsdp(device, units, repeats, float8):
     blocks = nn.ModuleList(Block(unit, device) for unit in units)
     if float8:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        from torchao.float8 import (
+            Float8LinearConfig,
+            convert_to_float8_training,
+            precompute_float8_dynamic_scale_for_fsdp,
+        )
+
         convert_to_float8_training(blocks, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
     for block in blocks:
         fully_shard(block)
@@ -114,6 +119,9 @@ def fsdp(device, units, repeats, float8):
     def between():
         for block in blocks:
             block.reshard()
+        if float8:
+            # As after an optimizer step: the scales are known, the bytes are cast when gathered.
+            precompute_float8_dynamic_scale_for_fsdp(blocks)
 
     return measure(device, repeats, work, between)
 

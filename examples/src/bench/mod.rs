@@ -21,6 +21,7 @@ mod measure;
 pub mod model;
 mod report;
 mod select;
+pub mod step;
 
 use anyhow::{Context, Result};
 
