@@ -4,21 +4,21 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Result;
+use gather8_kernels::Backend;
 use gather8_kernels::cuda::{Cuda, Stream, Timer, probe};
-use gather8_kernels::{Backend, Memory, Span};
 
 use super::device::Clock;
 use super::model::Model;
 use super::report::{Figure, Gpu};
 
-/// Bytes that are filled ahead of what is timed: some 80 µs on an H200.
-const AHEAD: u64 = 256 << 20;
+/// How long the device is held back before what is timed: enough to issue it.
+const AHEAD: Duration = Duration::from_micros(100);
 
-/// The device's clock, by a pair of events. The device is kept busy until the host has issued
-/// everything, so that no time of the host is in it.
+/// The device's clock, by a pair of events. The device is held back until the host has issued
+/// everything, so that no time of the host is in it; by a kernel that touches no memory, so that
+/// its caches are as the run before has left them.
 pub struct EventClock {
     timer: Timer,
-    ahead: Span<Cuda>,
 }
 
 impl EventClock {
@@ -27,8 +27,7 @@ impl EventClock {
     /// # Errors
     /// A failure of the device.
     pub fn new(cuda: &Cuda) -> Result<Arc<Self>> {
-        let ahead = Span::whole(&cuda.alloc(AHEAD, Memory::Device)?);
-        Ok(Arc::new(Self { timer: cuda.timer()?, ahead }))
+        Ok(Arc::new(Self { timer: cuda.timer()? }))
     }
 }
 
@@ -39,7 +38,7 @@ impl Clock<Cuda> for EventClock {
         stream: &Stream,
         work: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Duration> {
-        backend.fill(stream, &self.ahead, 0)?;
+        backend.delay(stream, AHEAD)?;
         self.timer.start(stream)?;
         work()?;
         self.timer.stop(stream)?;
