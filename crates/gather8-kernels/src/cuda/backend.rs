@@ -279,6 +279,10 @@ impl Backend for Cuda {
 
     fn check(&self) -> Result<()> {
         self.0.enter()?;
+        if self.0.capturing.load(Ordering::Acquire) {
+            // A capture allows no query; the launch of its graph will tell.
+            return Ok(());
+        }
         // The service stream is idle; a context that has failed says so on any stream.
         // SAFETY: a live stream.
         match unsafe { sys::cuStreamQuery(self.0.service.0) } {
