@@ -26,8 +26,12 @@ impl<B: Backend> Trainer<B> {
             }
             config.optimizer.groups.insert(name.into(), group);
         }
+        // The last layer stays gathered from its first use to the step, as a root does.
+        let mut units = Mlp::uneven().units();
+        let last = units.pop().map(gather8::UnitSpec::held);
+        units.extend(last);
         let fsdp = Fsdp::builder(config, cx.backend.clone(), cx.communicator.clone())
-            .units(Mlp::uneven().units())
+            .units(units)
             .build(|spec, rows| anyhow::Ok(initial(spec, rows)))?;
         let memory = |spec: &gather8::WeightSpec| {
             let buffer = cx.backend.alloc(spec.elements() * 4, Memory::Device)?;
