@@ -20,8 +20,9 @@ use gather8_examples::bench::{
 use gather8_examples::bench::{device, host};
 use gather8_examples::export::one_line;
 use gather8_examples::size::size;
-use gather8_examples::whole_file::WholeFile;
+use gather8_examples::whole_file::{WholeFile, remove_unfinished_on};
 use gather8_kernels::cpu::Cpu;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 /// Measures copy, amax, cast and AdamW in GB/s and as a ratio to a copy; with --gather the gather of
 /// whole units as a ratio to the communicator's.
@@ -144,6 +145,7 @@ fn on_cpu(arguments: &Arguments, machine: &Machine) -> Result<Results> {
 }
 
 fn run(arguments: &Arguments) -> Result<()> {
+    remove_unfinished_on(&[SIGHUP, SIGINT, SIGTERM])?;
     let machine = Machine::here();
     if arguments.gather {
         return ranks::run(arguments, machine);

@@ -11,7 +11,9 @@ use clap::{Parser, ValueEnum};
 use gather8_collectives::Launch;
 use gather8_examples::export::{self, Options, Progress, Silent, Summary, one_line};
 use gather8_examples::seat::Seat;
+use gather8_examples::whole_file::remove_unfinished_on;
 use gather8_kernels::{Backend, Format};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 /// Converts every F32, F16 and BF16 matrix of a safetensors file to float8.
 ///
@@ -108,6 +110,7 @@ fn main() -> ExitCode {
 
 /// What was made and over how many ranks, on the rank that says so.
 fn run(arguments: &Arguments, launch: &Launch) -> Result<Option<(Summary, u32)>> {
+    remove_unfinished_on(&[SIGHUP, SIGINT, SIGTERM])?;
     let threads = arguments.ranks.unwrap_or(1);
     if launch.world == 1 && arguments.device == Device::Cpu {
         let options = Options { ranks: threads, format: arguments.format() };

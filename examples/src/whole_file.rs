@@ -3,8 +3,11 @@
 use std::ffi::OsString;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context, Result, anyhow, bail};
+use signal_hook::iterator::Signals;
+use signal_hook::low_level::emulate_default_handler;
 use tempfile::NamedTempFile;
 
 /// A temporary file in the folder of the file that it becomes; it removes itself when dropped before
@@ -14,6 +17,41 @@ pub struct WholeFile {
     path: PathBuf,
     folder: PathBuf,
     file: NamedTempFile,
+}
+
+/// Temporary files of this process.
+static UNFINISHED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+
+fn unfinished() -> MutexGuard<'static, Vec<PathBuf>> {
+    UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// From now on these signals remove the temporary files before they do what they always do: they
+/// end the process without dropping anything, and a file half written may be large. One that the
+/// process was started to ignore (by nohup, say) stays ignored.
+///
+/// # Errors
+/// A system that does not let the process watch.
+pub fn remove_unfinished_on(signals: &[i32]) -> Result<()> {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = ignored(&status);
+    let signals = signals.iter().filter(|signal| ignored >> (**signal - 1) & 1 == 0);
+    let mut signals = Signals::new(signals).context("cannot watch for signals")?;
+    let watch = move || {
+        for signal in &mut signals {
+            // Held to the end, so that no file begins behind its back.
+            let files = unfinished();
+            for file in files.iter() {
+                let _ = fs::remove_file(file);
+            }
+            if emulate_default_handler(signal).is_err() {
+                std::process::exit(128 + signal);
+            }
+        }
+    };
+    let thread = std::thread::Builder::new().name("signals".to_owned());
+    thread.spawn(watch).context("cannot watch for signals")?;
+    Ok(())
 }
 
 impl WholeFile {
@@ -42,9 +80,11 @@ impl WholeFile {
         // As any new file; by default nobody else may read a temporary one.
         #[cfg(unix)]
         builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+        let mut unfinished = unfinished();
         let file = builder
             .tempfile_in(&folder)
             .map_err(|error| anyhow!("cannot write into the folder of {shown}: {error}"))?;
+        unfinished.push(file.path().to_owned());
         Ok(Self { path: path.to_owned(), folder, file })
     }
 
@@ -66,11 +106,19 @@ impl WholeFile {
         let shown = self.path.display().to_string();
         let flushed = self.file.as_file().sync_all();
         flushed.with_context(|| format!("cannot flush {shown} to the disk"))?;
+        let temporary = self.file.path().to_owned();
         self.file.persist(&self.path).map_err(|error| error.error).with_context(|| {
             format!("cannot give {shown} its name; remove what stands there, or give another path")
         })?;
+        unfinished().retain(|file| *file != temporary);
         sync_folder(&self.folder).with_context(|| format!("cannot flush the folder of {shown}"))
     }
+}
+
+/// The signals that a process ignores, the first in the lowest bit, by its `/proc/self/status`.
+fn ignored(status: &str) -> u64 {
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
 }
 
 /// The new name is in the folder; a folder is flushed like a file.

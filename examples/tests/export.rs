@@ -206,6 +206,35 @@ fn a_nan_or_an_infinity_is_named_and_leaves_no_file() {
 }
 
 #[test]
+fn every_bad_matrix_is_named_whatever_the_batches() {
+    let folder = tempfile::tempdir().unwrap();
+    let shape: &[u64] = &[1025, 512];
+    let bad = |at: usize| {
+        let mut values = vec![1.0; 1025 * 512];
+        values[at] = f32::NAN;
+        elements("BF16", values)
+    };
+    let good = elements("BF16", vec![1.0; 1025 * 512]);
+    // Two fit into a batch of one rank, and one into one of several, which pad the rows.
+    let tensors: Vec<Tensor<'_>> = vec![
+        ("a", "BF16", shape, bad(0)),
+        ("b", "BF16", shape, good.clone()),
+        ("c", "BF16", shape, good),
+        ("d", "BF16", shape, bad(1025 * 512 - 1)),
+        ("e", "BF16", shape, bad(77_777)),
+        ("large", "BF16", &[1026, 1024], elements("BF16", vec![1.0; 1026 * 1024])),
+    ];
+    let input = write(folder.path(), "in", &safetensors(&tensors, &[]));
+    let output = folder.path().join("out");
+    for ranks in [1, 2, 8] {
+        let result = export(&input, &output, options(ranks, Format::E4m3), &mut Silent);
+        let text = format!("{:#}", result.unwrap_err());
+        assert!(text.starts_with("`a`, `d`, `e` hold a NaN or an infinity"), "{ranks}: {text}");
+        assert_eq!(names(folder.path()), ["in"]);
+    }
+}
+
+#[test]
 fn a_name_that_a_scale_needs_is_an_error() {
     let folder = tempfile::tempdir().unwrap();
     let tensors: Vec<Tensor<'_>> =

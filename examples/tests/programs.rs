@@ -10,9 +10,13 @@
 
 mod support;
 
-use std::process::Output;
+use std::fs::File;
+use std::io::Write;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
-use support::{Tensor, elements, names, run, safetensors};
+use support::{Tensor, elements, names, program, run, safetensors, with_header};
 
 fn failed(output: &Output, code: i32, problem: &str) {
     let text = String::from_utf8(output.stderr.clone()).unwrap();
@@ -85,6 +89,48 @@ fn export_fails_with_one_sentence() {
     failed(&run("export", &["a", "b", "--ranks", "0"]), 2, "0 is not in 1..=64");
     failed(&run("export", &["a", "b", "--format", "e3m4"]), 2, "possible values: e4m3, e5m2");
     failed(&run("export", &["a", "b", "--scaling", "delayed"]), 2, "possible values: dynamic");
+}
+
+#[test]
+fn export_that_is_told_to_stop_leaves_no_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    // Some seconds of work, in a file that takes no place on the disk.
+    let (bytes, header) = (
+        1_u64 << 30,
+        r#"{"w":{"dtype":"F32","shape":[16384,16384],"data_offsets":[0,1073741824]}}"#,
+    );
+    let mut input = File::create(path("in")).unwrap();
+    input.write_all(&with_header(header, &[])).unwrap();
+    input.set_len((8 + header.len()) as u64 + bytes).unwrap();
+    // As nohup starts it: an ignored signal stays ignored, and another must end it.
+    for (ignored, signals, ended_by) in [
+        ("", &["HUP"][..], 1),
+        ("", &["INT"], 2),
+        ("", &["TERM"], 15),
+        ("trap '' HUP INT; ", &["HUP", "INT", "TERM"], 15),
+    ] {
+        let mut export = Command::new("sh")
+            .args(["-c", &format!("{ignored}exec \"$@\""), "sh"])
+            .arg(program("export"))
+            .args([path("in"), path("out")])
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let pid = export.id().to_string();
+        let begun = Instant::now();
+        while names(folder.path()).len() == 1 {
+            assert!(begun.elapsed() < Duration::from_secs(60), "no file begins");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        for signal in signals {
+            assert_eq!(names(folder.path()).len(), 2, "it has ended before {signal}");
+            assert!(Command::new("kill").args(["-s", signal, &pid]).status().unwrap().success());
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        assert_eq!(export.wait().unwrap().signal(), Some(ended_by), "{ignored}{signals:?}");
+        assert_eq!(names(folder.path()), ["in"], "{ignored}{signals:?}");
+    }
 }
 
 #[test]

@@ -19,8 +19,10 @@ use std::io::Write as _;
 use std::process::ExitCode;
 
 use anyhow::Context as _;
+use gather8_examples::whole_file::remove_unfinished_on;
 use options::{Request, Settings};
 use rank::Stopped;
+use signal_hook::consts::{SIGHUP, SIGINT};
 use world::World;
 
 fn main() -> ExitCode {
@@ -66,6 +68,8 @@ fn main() -> ExitCode {
 const STOPPED: u8 = gather8::collectives::stop::EXIT_CODE as u8;
 
 fn train(launch: gather8::collectives::Launch, settings: &Settings) -> anyhow::Result<()> {
+    // SIGTERM is the launcher's: a training ends by itself then.
+    remove_unfinished_on(&[SIGHUP, SIGINT])?;
     let world = World::join(launch, settings)?;
     let outputs = launch::train(&world, settings)?;
     if outputs.is_empty() {

@@ -152,8 +152,17 @@ fn run<B: Backend>(
     options: Options,
     mut sink: Option<Sink<'_>>,
 ) -> Result<()> {
+    let mut bad = Vec::new();
     for batch in batches {
-        let fsdp = shard(backend, communicator, source, batch, options)?;
+        let fsdp = match shard(backend, communicator, source, batch, options) {
+            // All of them are looked for, so that one repair is enough.
+            Err(gather8::Error::Collective(collectives::Error::NonFiniteWeights { names })) => {
+                bad.extend(names);
+                continue;
+            }
+            Ok(_) if !bad.is_empty() => continue,
+            other => other?,
+        };
         let guard = fsdp.unshard(UnitId(0))?;
         for (number, &(entry, matrix)) in batch.iter().enumerate() {
             let view = guard.weight(WeightId(number))?;
@@ -170,7 +179,7 @@ fn run<B: Backend>(
         }
         guard.reshard()?;
     }
-    Ok(())
+    if bad.is_empty() { Ok(()) } else { Err(non_finite(&bad)) }
 }
 
 /// A runtime that holds one batch as frozen weights, stored as the file stores them.
@@ -180,30 +189,26 @@ fn shard<B: Backend>(
     source: &Source,
     batch: &[Item<'_>],
     options: Options,
-) -> Result<Fsdp<B>> {
+) -> gather8::Result<Fsdp<B>> {
     let weights = batch.iter().map(|(entry, matrix)| {
         let (rows, columns) = entry.rows_and_columns();
         WeightSpec::float8(&entry.name, [rows, columns]).stored_as(matrix.dtype).frozen()
     });
     let unit = UnitSpec::new("batch", weights.collect::<Vec<_>>());
     let mut items = batch.iter();
-    Fsdp::builder(config(options), backend.clone(), Arc::clone(communicator))
-        .unit(unit)
-        .build(|spec, rows| {
+    Fsdp::builder(config(options), backend.clone(), Arc::clone(communicator)).unit(unit).build(
+        |spec, rows| {
             // Weights are filled in their order, but ranks without rows are not asked.
             let found = items.find(|(entry, _)| entry.name == spec.name);
             let (entry, matrix) =
                 found.ok_or_else(|| anyhow!("it was asked for out of order; report this"))?;
             source.rows(entry, matrix.dtype, rows)
-        })
-        .map_err(explain)
+        },
+    )
 }
 
-/// A weight that float8 cannot hold, in words that fit a file.
-fn explain(error: gather8::Error) -> anyhow::Error {
-    let gather8::Error::Collective(collectives::Error::NonFiniteWeights { names }) = &error else {
-        return error.into();
-    };
+/// Weights that float8 cannot hold, in words that fit a file.
+fn non_finite(names: &[String]) -> anyhow::Error {
     let mut list = names.iter().take(5).map(|name| format!("`{name}`")).collect::<Vec<_>>();
     if names.len() > list.len() {
         list.push(format!("{} more", names.len() - list.len()));
