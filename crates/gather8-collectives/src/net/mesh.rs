@@ -112,7 +112,9 @@ pub(crate) async fn serve(queues: Queues, links: BTreeMap<u32, TcpStream>, inbox
 async fn send_all(mut queue: UnboundedReceiver<Parcel>, mut write: OwnedWriteHalf) {
     while let Some(parcel) = queue.recv().await {
         if send(&mut write, parcel).await.is_err() {
-            // The reader of this connection sees its end and says so.
+            // The reader of this connection sees its end and says so, in a while: when the last
+            // writer ends, so do the readers.
+            while queue.recv().await.is_some() {}
             return;
         }
         if queue.is_closed() && queue.is_empty() {
@@ -187,5 +189,49 @@ fn ending(error: &std::io::Error) -> String {
         }
         ErrorKind::InvalidData => format!("sent {error}"),
         _ => format!("was lost ({error})"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use super::*;
+    use crate::host::board::Board;
+    use crate::net::post::Answers;
+
+    /// A world of 2, where no third rank brings the news: the writer to the lost peer fails before
+    /// the reader has told the board.
+    #[test]
+    fn a_lost_peer_is_named_however_much_is_sent_to_it() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let own = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (peer, _) = listener.accept().unwrap();
+        let (mut mesh, queues) = Mesh::new(0, 2);
+        let board = Arc::new(Board::new(false));
+        let inbox =
+            Inbox { rank: 0, board: Arc::clone(&board), answers: Arc::new(Answers::default()) };
+        mesh.own(std::thread::spawn(move || {
+            let runtime =
+                tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            runtime.block_on(async {
+                own.set_nonblocking(true).unwrap();
+                let link = TcpStream::from_std(own).unwrap();
+                serve(queues, BTreeMap::from([(1, link)]), inbox).await;
+            });
+        }));
+        let say = || mesh.send(1, Parcel::of(&Head::Report("still here".to_owned())));
+        // Unread bytes make the end a reset, as a killed process's.
+        say();
+        peer.peek(&mut [0]).unwrap();
+        drop(peer);
+        let lost = Instant::now();
+        while board.failure().is_none() {
+            assert!(lost.elapsed() < Duration::from_secs(5), "nobody says that the peer is lost");
+            say();
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let Some(Cause::Lost { rank: 1, how }) = board.failure() else { panic!("another cause") };
+        assert_eq!(how, "was killed or crashed (its connection closed)");
     }
 }
