@@ -1,7 +1,7 @@
 //! Ranks as threads of one process.
 
-use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use gather8_kernels::cpu::Cpu;
@@ -27,12 +27,18 @@ const WORLD: u64 = CONTROL + 1;
 pub struct LocalWorld {
     board: Arc<Board>,
     members: Arc<[u32]>,
+    /// Who has been given out: by group and rank.
+    taken: Mutex<BTreeSet<(u64, u32)>>,
 }
 
 impl LocalWorld {
     /// A world of this many ranks.
     pub fn new(world: u32) -> Self {
-        Self { board: Arc::new(Board::new(true)), members: (0..world).collect() }
+        Self {
+            board: Arc::new(Board::new(true)),
+            members: (0..world).collect(),
+            taken: Mutex::default(),
+        }
     }
 
     /// Ranks in the world.
@@ -44,7 +50,7 @@ impl LocalWorld {
     /// once.
     ///
     /// # Errors
-    /// [`Error::Usage`] if the world has no such rank.
+    /// [`Error::Usage`] if the world has no such rank, or it has been taken.
     pub fn rank(&self, rank: u32, cpu: Cpu) -> Result<Arc<dyn Communicator<Cpu>>> {
         let seat = self.seat(rank, WORLD)?;
         Ok(if self.world() == 1 {
@@ -57,18 +63,24 @@ impl LocalWorld {
     /// Rank `rank`'s control connection. Take each once.
     ///
     /// # Errors
-    /// [`Error::Usage`] if the world has no such rank.
+    /// [`Error::Usage`] if the world has no such rank, or it has been taken.
     pub fn control(&self, rank: u32) -> Result<Arc<dyn Control>> {
         Ok(Arc::new(HostControl::new(self.seat(rank, CONTROL)?)))
     }
 
     fn seat(&self, rank: u32, group: u64) -> Result<Seat> {
+        let refuse = |problem: String| Error::Usage {
+            operation: "rank".to_owned(),
+            unit: "local world".to_owned(),
+            problem,
+        };
         if rank >= self.world() {
-            return Err(Error::Usage {
-                operation: "rank".to_owned(),
-                unit: "local world".to_owned(),
-                problem: format!("there is no rank {rank} in a world of {}", self.world()),
-            });
+            return Err(refuse(format!("there is no rank {rank} in a world of {}", self.world())));
+        }
+        // Two threads as one rank would take each other's messages.
+        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        if !taken.insert((group, rank)) {
+            return Err(refuse(format!("rank {rank} has been taken: each is one thread's")));
         }
         Ok(Seat {
             board: Arc::clone(&self.board),

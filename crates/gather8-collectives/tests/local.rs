@@ -29,6 +29,20 @@ fn content(rank: u32, part: u64, len: u64) -> Vec<u8> {
 }
 
 #[test]
+fn a_rank_is_one_threads() {
+    for world in [1, 2] {
+        let ranks = LocalWorld::new(world);
+        let first = ranks.rank(0, Cpu::new()).unwrap();
+        let Err(error) = ranks.rank(0, Cpu::new()) else { panic!("rank 0 was given out twice") };
+        assert!(error.to_string().contains("rank 0 has been taken"), "{error}");
+        let _control = ranks.control(0).unwrap();
+        assert!(ranks.control(0).is_err());
+        drop(first);
+        assert!(ranks.rank(0, Cpu::new()).is_err(), "its peers have seen it leave");
+    }
+}
+
+#[test]
 fn gathers_land_in_rank_order() {
     for world in [1, 2, 3, 5, 8] {
         let results = on_ranks(world, |r| {
