@@ -137,6 +137,12 @@ fn names_are_shown_safely_and_cut() {
     let tensors: Vec<Tensor<'_>> = vec![(&long, "F32", &[1, 1], nan)];
     let text = attempt(folder.path(), &safetensors(&tensors, &[])).unwrap();
     assert!(text.len() < 700, "{} bytes", text.len());
+    // Odd as they are, they are converted.
+    for name in [evil, &long] {
+        let one = elements("F32", [1.0]);
+        let tensors: Vec<Tensor<'_>> = vec![(name, "F32", &[1, 1], one)];
+        assert_eq!(attempt(folder.path(), &safetensors(&tensors, &[])), None);
+    }
     let dtype = format!(r#"{{"a":{{"dtype":"{long}","shape":[],"data_offsets":[0,0]}}}}"#);
     let text = attempt(folder.path(), &header(&dtype, 0)).unwrap();
     assert!(text.len() < 700, "{} bytes", text.len());

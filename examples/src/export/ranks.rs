@@ -157,7 +157,8 @@ fn run<B: Backend>(
         let fsdp = match shard(backend, communicator, source, batch, options) {
             // All of them are looked for, so that one repair is enough.
             Err(gather8::Error::Collective(collectives::Error::NonFiniteWeights { names })) => {
-                bad.extend(names);
+                let named = |(_, matrix): &&Item<'_>| names.contains(&label(matrix));
+                bad.extend(batch.iter().filter(named).map(|(entry, _)| entry.name.clone()));
                 continue;
             }
             Ok(_) if !bad.is_empty() => continue,
@@ -192,19 +193,24 @@ fn shard<B: Backend>(
 ) -> gather8::Result<Fsdp<B>> {
     let weights = batch.iter().map(|(entry, matrix)| {
         let (rows, columns) = entry.rows_and_columns();
-        WeightSpec::float8(&entry.name, [rows, columns]).stored_as(matrix.dtype).frozen()
+        WeightSpec::float8(label(matrix), [rows, columns]).stored_as(matrix.dtype).frozen()
     });
     let unit = UnitSpec::new("batch", weights.collect::<Vec<_>>());
     let mut items = batch.iter();
     Fsdp::builder(config(options), backend.clone(), Arc::clone(communicator)).unit(unit).build(
         |spec, rows| {
             // Weights are filled in their order, but ranks without rows are not asked.
-            let found = items.find(|(entry, _)| entry.name == spec.name);
+            let found = items.find(|(_, matrix)| label(matrix) == spec.name);
             let (entry, matrix) =
                 found.ok_or_else(|| anyhow!("it was asked for out of order; report this"))?;
             source.rows(entry, matrix.dtype, rows)
         },
     )
+}
+
+/// A matrix's name in the runtime, which takes fewer names than files hold.
+fn label(matrix: &Matrix) -> String {
+    format!("tensor {}", matrix.tensor)
 }
 
 /// Weights that float8 cannot hold, in words that fit a file.
