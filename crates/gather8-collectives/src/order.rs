@@ -15,6 +15,8 @@ const CONTEXT: u64 = 1024;
 const NAME_LIMIT: usize = 256;
 /// Different names that a log keeps.
 const NAMES_LIMIT: usize = 65_536;
+/// How names begin that carry a value's bits instead of bytes that move.
+const SET: &str = "set ";
 /// The first bytes of a log's byte form, with its version.
 const MAGIC: &[u8; 8] = b"g8order1";
 
@@ -47,6 +49,12 @@ impl OrderLog {
     /// An empty log.
     pub fn new() -> Self {
         Self { entries: VecDeque::with_capacity(CAPACITY), ..Self::default() }
+    }
+
+    /// Notes that a setting has this value from now on: ranks that go on with different values
+    /// differ like ranks that issue different operations.
+    pub fn note_value(&mut self, setting: &'static str, of: &str, value: f32) {
+        self.note(&format!("{SET}{setting}"), of, u64::from(value.to_bits()));
     }
 
     /// Notes an operation as it is issued: its name, the unit that it is for, the bytes that it
@@ -240,6 +248,9 @@ pub fn first_difference(logs: &[Vec<u8>]) -> String {
 
 fn at_position(told: &[Told], position: u64) -> String {
     let said = told.iter().enumerate().map(|(rank, log)| match log.entry(position) {
+        Some((operation, unit, bits)) if operation.starts_with(SET) => {
+            format!("rank {rank} {operation} of `{unit}` to {}", f32::from_bits(bits as u32))
+        }
         Some((operation, unit, bytes)) => {
             format!("rank {rank} {operation} of `{unit}` ({bytes} bytes)")
         }
@@ -287,6 +298,15 @@ mod tests {
         assert_eq!(
             first_difference(&[a.to_bytes(), b.to_bytes()]),
             "operation 1: rank 0 all-gather of `block.1` (4096 bytes), rank 1 all-gather of `block.2` (4096 bytes)"
+        );
+        let rates = [1e-3, 2e-3].map(|rate| {
+            let mut log = OrderLog::new();
+            log.note_value("learning rate", "default", rate);
+            log.to_bytes()
+        });
+        assert_eq!(
+            first_difference(&rates),
+            "operation 0: rank 0 set learning rate of `default` to 0.001, rank 1 set learning rate of `default` to 0.002"
         );
         let short = log(&[("cast", "w", 1)]);
         assert_eq!(

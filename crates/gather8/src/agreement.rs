@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use gather8_collectives::table::SlotSpec;
 use gather8_collectives::{Communicator, Op};
 use gather8_kernels::Backend;
 
@@ -15,9 +16,17 @@ fn describe(config: &Config, units: &[UnitSpec]) -> Vec<String> {
         format!("gather8 version {}", env!("CARGO_PKG_VERSION")),
         format!("gather: {:?}", config.gather),
         format!("scaling: {:?} with {:?}", config.scaling, config.scale),
-        format!("optimizer: {:?}", config.optimizer),
         format!("deadline: {:?} s", config.deadline.0),
+        format!(
+            "optimizer: {:?}, clipping at {:?}, skipping on found-inf: {}",
+            config.optimizer.mode,
+            config.optimizer.max_grad_norm,
+            config.optimizer.skip_on_found_inf
+        ),
     ];
+    for (name, group) in &config.optimizer.groups {
+        lines.push(format!("parameter group `{name}`: {group:?}"));
+    }
     for unit in units {
         let held = if unit.held { " (held)" } else { "" };
         lines.push(format!("unit `{}`{held} of {} weights", unit.name, unit.weights.len()));
@@ -41,14 +50,20 @@ pub fn digest(config: &Config, units: &[UnitSpec]) -> String {
     blake3::hash(describe(config, units).join("\n").as_bytes()).to_hex().to_string()
 }
 
-/// Compares configuration and model.
+/// Compares configuration, model and the slots of activations.
 pub(crate) fn check<B: Backend>(
     communicator: &dyn Communicator<B>,
     op: Op<'_>,
     config: &Config,
     units: &[UnitSpec],
+    activations: &[SlotSpec],
 ) -> Result<()> {
-    compare(communicator, op, &describe(config, units))
+    let mut lines = describe(config, units);
+    lines.extend(activations.iter().map(|slot| {
+        let (name, kind, format) = (&slot.name, slot.kind, slot.format.name());
+        format!("amax slot `{name}`: {kind:?} in {format}")
+    }));
+    compare(communicator, op, &lines)
 }
 
 /// Compares what a trainer adds of its own (seed, data, batch size) in the same way: one line per

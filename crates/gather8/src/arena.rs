@@ -13,6 +13,16 @@ pub(crate) type Fences<B> = Vec<<B as Backend>::Event>;
 /// The slots that units share. Held units have slots of their own, elsewhere.
 pub(crate) struct Arena<B: Backend> {
     slots: Vec<Slot<B>>,
+    kind: Kind,
+}
+
+/// What lies in an arena's slots.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// Gathered units.
+    Gathered,
+    /// Full gradients until they are reduced.
+    Gradients,
 }
 
 struct Slot<B: Backend> {
@@ -30,7 +40,7 @@ pub(crate) struct Taken<B: Backend> {
 
 impl<B: Backend> Arena<B> {
     /// `slots` buffers of `bytes` bytes each.
-    pub(crate) fn new(backend: &B, slots: usize, bytes: u64) -> Result<Self> {
+    pub(crate) fn new(backend: &B, kind: Kind, slots: u32, bytes: u64) -> Result<Self> {
         let slots = (0..slots)
             .map(|_| {
                 Ok(Slot {
@@ -40,7 +50,7 @@ impl<B: Backend> Arena<B> {
                 })
             })
             .collect::<Result<_>>()?;
-        Ok(Self { slots })
+        Ok(Self { slots, kind })
     }
 
     pub(crate) fn free(&self) -> usize {
@@ -61,7 +71,11 @@ impl<B: Backend> Arena<B> {
             .filter_map(|slot| slot.holder.as_deref())
             .map(|name| format!("`{name}`"))
             .collect();
-        Err(Error::ArenaExhausted { unit: unit.to_owned(), holders: holders.join(", ") })
+        let (unit, holders) = (unit.to_owned(), holders.join(", "));
+        Err(match self.kind {
+            Kind::Gathered => Error::ArenaExhausted { unit, holders },
+            Kind::Gradients => Error::GradientSlotsExhausted { unit, holders },
+        })
     }
 
     /// Gives a slot back; the next to take it waits for `fences`.

@@ -10,7 +10,7 @@ use gather8_collectives::{Communicator, Op};
 use gather8_kernels::{Backend, DType, Format, Memory, Span, scalar};
 
 use crate::agreement;
-use crate::arena::Arena;
+use crate::arena::{Arena, Kind};
 use crate::channel::Channel;
 use crate::config::{Config, GatherType};
 use crate::error::{Error, Result};
@@ -19,9 +19,6 @@ use crate::optimizer::{Optimizer, groups_in_use};
 use crate::spec::{Sharding, UnitId, UnitSpec, WeightId, WeightSpec};
 use crate::unit::{UnitPlan, gradient_bytes, place_bytes, scratch_bytes};
 use crate::weight::{Float8Shard, OptimizerState, RECORD_BYTES, ShardedWeight};
-
-/// Gradient slots that units share: one fills while another is reduced.
-const GRADIENT_SLOTS: usize = 2;
 
 /// Describes a model, unit by unit, in the order of the forward pass.
 pub struct FsdpBuilder<B: Backend> {
@@ -72,7 +69,7 @@ impl<B: Backend> FsdpBuilder<B> {
     /// # Errors
     /// [`Error::Config`], [`Error::Weight`], [`Error::Init`]; [`Error::Disagreement`] if another
     /// rank was given a different model or configuration; a failure of the device or of a
-    /// collective, a weight with a NaN or an infinity among them.
+    /// collective, a float8 weight with a NaN or an infinity among them.
     pub fn build<E>(
         self,
         mut init: impl FnMut(&WeightSpec, Range<u64>) -> std::result::Result<Vec<f32>, E>,
@@ -85,7 +82,7 @@ impl<B: Backend> FsdpBuilder<B> {
         let (world, rank) = (self.communicator.world(), self.communicator.rank());
         let deadline = self.config.deadline.duration();
         let op = Op { sequence: 0, name: "agreement", unit: "model", deadline };
-        agreement::check(&*self.communicator, op, &self.config, &self.units)?;
+        agreement::check(&*self.communicator, op, &self.config, &self.units, &self.activations)?;
         let channel = || -> Result<Channel<B>> {
             let child = self.communicator.split(Some(0), rank)?;
             let child = child.ok_or_else(|| {
@@ -181,6 +178,7 @@ impl<B: Backend> FsdpBuilder<B> {
             microbatches: 1,
             microbatch: 0,
             no_sync: false,
+            broken: false,
             divide: HashMap::new(),
             add: HashMap::new(),
             record: HashMap::new(),
@@ -228,13 +226,13 @@ impl<B: Backend> FsdpBuilder<B> {
         let mut names = HashMap::new();
         let mut units = std::collections::HashSet::new();
         for unit in &self.units {
-            if !units.insert(&unit.name) || unit.name.is_empty() || unit.name.len() > 256 {
-                return Err(Error::Config(format!(
-                    "unit name `{}` must be unique and have 1 to 256 bytes",
-                    unit.name
-                )));
+            check_name("unit", &unit.name)?;
+            if !units.insert(&unit.name) {
+                return Err(Error::Config(format!("two units are called `{}`", unit.name)));
             }
             for spec in &unit.weights {
+                check_name("weight", &spec.name)?;
+                check_name("parameter group", &spec.group)?;
                 spec.check()?;
                 let id = WeightId(names.len());
                 if names.insert(spec.name.clone(), id).is_some() {
@@ -244,6 +242,9 @@ impl<B: Backend> FsdpBuilder<B> {
                     });
                 }
             }
+        }
+        for slot in &self.activations {
+            check_name("amax slot", &slot.name)?;
         }
         Ok(names)
     }
@@ -279,10 +280,11 @@ impl<B: Backend> FsdpBuilder<B> {
         let largest = |bytes: &dyn Fn(&[ShardedWeight<B>]) -> u64| -> u64 {
             shared().map(|(_, weights)| bytes(weights)).max().unwrap_or(0)
         };
-        let slots = self.config.gather.arena_slots as usize;
-        let arena = Arena::new(&self.backend, slots, largest(&|w| place_bytes(w, world)))?;
-        let gradient_arena =
-            Arena::new(&self.backend, GRADIENT_SLOTS, largest(&|w| gradient_bytes(w, world)))?;
+        let (gather, backend) = (&self.config.gather, &self.backend);
+        let bytes = largest(&|weights| place_bytes(weights, world));
+        let arena = Arena::new(backend, Kind::Gathered, gather.arena_slots, bytes)?;
+        let bytes = largest(&|weights| gradient_bytes(weights, world));
+        let gradient_arena = Arena::new(backend, Kind::Gradients, gather.gradient_slots, bytes)?;
         let scratch_len = split.iter().map(|weights| scratch_bytes(weights)).max().unwrap_or(0);
         let scratch = self.backend.alloc(scratch_len, Memory::Device)?;
         let mut units = Vec::new();
@@ -303,6 +305,17 @@ impl<B: Backend> FsdpBuilder<B> {
         }
         Ok(Planned { arena, gradient_arena, scratch, units })
     }
+}
+
+/// Names stand in errors, logs and messages between ranks.
+fn check_name(what: &str, name: &str) -> Result<()> {
+    if (1..=256).contains(&name.len()) && !name.contains(char::is_control) {
+        return Ok(());
+    }
+    Err(Error::Config(format!(
+        "{what} name `{}` must have 1 to 256 bytes, none of them a control character",
+        name.escape_debug()
+    )))
 }
 
 struct Planned<B: Backend> {

@@ -39,7 +39,8 @@ impl Default for Deadline {
 }
 
 impl Deadline {
-    /// As a duration; nonsense becomes the shortest or longest sensible one.
+    /// As a duration; what is no number of seconds above 0, which [`Config::check`] refuses, is taken
+    /// for the default.
     pub fn duration(self) -> Duration {
         Duration::try_from_secs_f64(self.0).unwrap_or(Duration::from_secs(60))
     }
@@ -71,6 +72,10 @@ pub struct GatherConfig {
     pub arena_slots: u32,
     /// Units gathered ahead of use; less than `arena_slots`.
     pub prefetch: u32,
+    /// Units whose full gradients may be incomplete at once, besides the held ones: 2 lets one be
+    /// filled while another is reduced. More for trainers that give gradients in an order of their
+    /// own; each costs the full gradients of the largest unit, in f32.
+    pub gradient_slots: u32,
     /// Count the values that saturate in casts (costs the optimizer's float8 output under delayed
     /// scaling: the bytes are then cast separately).
     pub count_saturated: bool,
@@ -83,6 +88,7 @@ impl Default for GatherConfig {
             format: Format::E4m3,
             arena_slots: 2,
             prefetch: 1,
+            gradient_slots: 2,
             count_saturated: false,
         }
     }
@@ -90,7 +96,7 @@ impl Default for GatherConfig {
 
 /// How a weight's scale follows its amax.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(tag = "kind", rename_all = "lowercase", deny_unknown_fields)]
+#[serde(tag = "kind", rename_all = "lowercase", from = "ScalingKeys")]
 #[non_exhaustive]
 pub enum Scaling {
     /// Version v is cast with the scale of its own amax.
@@ -100,12 +106,32 @@ pub enum Scaling {
     /// amaxes.
     Delayed {
         /// Entries in the ring, 1 to 1024.
-        #[serde(default = "default_history")]
         history: u32,
         /// The largest entry or the newest.
+        algorithm: AmaxAlgorithm,
+    },
+}
+
+/// As files spell it. With braces, since serde lets a tag without fields pass any other key.
+#[derive(Deserialize)]
+#[serde(tag = "kind", rename_all = "lowercase", deny_unknown_fields)]
+enum ScalingKeys {
+    Dynamic {},
+    Delayed {
+        #[serde(default = "default_history")]
+        history: u32,
         #[serde(default)]
         algorithm: AmaxAlgorithm,
     },
+}
+
+impl From<ScalingKeys> for Scaling {
+    fn from(keys: ScalingKeys) -> Self {
+        match keys {
+            ScalingKeys::Dynamic {} => Self::Dynamic,
+            ScalingKeys::Delayed { history, algorithm } => Self::Delayed { history, algorithm },
+        }
+    }
 }
 
 const fn default_history() -> u32 {
@@ -266,6 +292,12 @@ impl Config {
                 self.gather.arena_slots
             ));
         }
+        if !(1..=64).contains(&self.gather.gradient_slots) {
+            return refuse(format!(
+                "gather.gradient_slots must lie in 1 to 64, not {}",
+                self.gather.gradient_slots
+            ));
+        }
         if self.gather.prefetch >= self.gather.arena_slots {
             return refuse(format!(
                 "gather.prefetch ({}) must be less than gather.arena_slots ({}): one slot holds the unit in use",
@@ -316,5 +348,31 @@ impl GroupConfig {
             ));
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_that_are_unknown_are_errors_everywhere() {
+        let read = |text: &str| serde_json::from_str::<Config>(text).map_err(|e| e.to_string());
+        for text in [
+            r#"{"gathers": {}}"#,
+            r#"{"gather": {"slots": 2}}"#,
+            r#"{"scaling": {"kind": "dynamic", "history": 3}}"#,
+            r#"{"scaling": {"kind": "delayed", "histroy": 3}}"#,
+            r#"{"optimizer": {"groups": {"default": {"rate": 1.0}}}}"#,
+        ] {
+            let error = read(text).unwrap_err();
+            assert!(error.contains("unknown field"), "{text}: {error}");
+        }
+        let scaling = |text: &str| read(&format!(r#"{{"scaling": {text}}}"#)).unwrap().scaling;
+        assert_eq!(scaling(r#"{"kind": "dynamic"}"#), Scaling::Dynamic);
+        assert_eq!(scaling(r#"{"kind": "delayed"}"#), Scaling::delayed());
+        for kept in [Scaling::Dynamic, Scaling::delayed()] {
+            assert_eq!(scaling(&serde_json::to_string(&kept).unwrap()), kept);
+        }
     }
 }

@@ -56,6 +56,14 @@ pub enum Error {
         /// The weight's version.
         weight_version: u64,
     },
+    /// The same for a weight that is gathered as stored.
+    #[error(
+        "weight `{weight}` was changed by step(), update() or mark_modified(), and the ranks have not come together since: call sync()"
+    )]
+    Unsynced {
+        /// The weight.
+        weight: String,
+    },
     /// Two steps in a row.
     #[error(
         "step() was called twice without sync(): the amaxes of the first step were not exchanged; call sync() after every step()"
@@ -79,10 +87,20 @@ pub enum Error {
     },
     /// All slots of the arena are taken.
     #[error(
-        "no arena slot is free for unit `{unit}`: {holders} hold them; reshard one, or raise gather.arena_slots"
+        "no arena slot is free for unit `{unit}`: {holders} hold them; reshard one, mark a unit that is used again and again as held, or raise gather.arena_slots"
     )]
     ArenaExhausted {
         /// Who asked.
+        unit: String,
+        /// Who holds the slots.
+        holders: String,
+    },
+    /// More units' gradients are incomplete than there is memory for.
+    #[error(
+        "no gradient slot is free for unit `{unit}`: gradients of {holders} are still missing; give a unit's gradients before those of others, or raise gather.gradient_slots"
+    )]
+    GradientSlotsExhausted {
+        /// Whose gradient came.
         unit: String,
         /// Who holds the slots.
         holders: String,
@@ -109,8 +127,8 @@ pub enum Error {
         /// Why not now, and what to do.
         problem: String,
     },
-    /// A slice has the wrong length.
-    #[error("weight `{weight}`: {what} has {got} elements, expected {expected}")]
+    /// A slice has another length than it must have.
+    #[error("weight `{weight}`: {what} must have {expected} elements, not {got}")]
     Length {
         /// The weight.
         weight: String,

@@ -1,6 +1,7 @@
 //! The runtime: what it consists of and what it knows about the step in progress.
 
 use std::collections::HashMap;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use gather8_collectives::order::OrderLog;
@@ -93,6 +94,8 @@ pub(crate) struct State<B: Backend> {
     pub(crate) microbatches: u32,
     pub(crate) microbatch: u32,
     pub(crate) no_sync: bool,
+    /// A capture has failed half-way.
+    pub(crate) broken: bool,
     /// Launches that divide a unit's gradients, by unit, place and number of microbatches.
     pub(crate) divide: HashMap<(usize, usize, u32), Arc<B::Plan>>,
     /// Launches that add a gradient from the staging memory, by weight, place and type.
@@ -258,7 +261,8 @@ impl<B: Backend> Fsdp<B> {
         self.lock().traffic
     }
 
-    /// A weight's version: 1 after the start, one more after every change.
+    /// A weight's version: 1 after the start, one more after every step and every other change. Steps
+    /// that the device skips count too: the host does not wait to learn of them.
     ///
     /// # Errors
     /// [`Error::Unknown`].
@@ -274,6 +278,18 @@ impl<B: Backend> Fsdp<B> {
     }
 }
 
+impl<B: Backend> Drop for Fsdp<B> {
+    /// The streams end what they were given before they go, and a gather in flight waits for peers up
+    /// to its deadline: not while a panic unwinds.
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            for channel in [&self.gather, &self.reduce, &self.amax] {
+                channel.communicator.abort_handle().abort("its thread panicked");
+            }
+        }
+    }
+}
+
 impl<B: Backend> State<B> {
     pub(crate) fn weight(&mut self, id: WeightId) -> Result<&mut WeightState> {
         let count = self.weights.len();
@@ -282,6 +298,12 @@ impl<B: Backend> State<B> {
             which: format!("number {}", id.0),
             count,
         })
+    }
+
+    /// True if a guard keeps the unit gathered.
+    pub(crate) fn is_guarded(&mut self, id: UnitId) -> Result<bool> {
+        let residence = self.unit(id)?.residence.as_ref();
+        Ok(residence.is_some_and(|residence| residence.guards.load(Ordering::Acquire) > 0))
     }
 
     pub(crate) fn unit(&mut self, id: UnitId) -> Result<&mut UnitState<B>> {

@@ -10,7 +10,7 @@ use tracing::trace_span;
 use crate::error::{Error, Result};
 use crate::fsdp::{Fsdp, State};
 use crate::spec::{UnitId, WeightId};
-use crate::unit::{GradientPlace, gradient_bytes, gradient_place};
+use crate::unit::{GradientPlace, Unit, gradient_bytes, gradient_place};
 
 impl<B: Backend> Fsdp<B> {
     /// Begins a step of `microbatches` forward and backward passes; gradients are averaged over
@@ -39,7 +39,7 @@ impl<B: Backend> Fsdp<B> {
     /// of memory on every rank.
     pub fn set_no_sync(&self, no_sync: bool) {
         let mut state = self.lock();
-        if no_sync && !state.no_sync {
+        if no_sync && state.units.iter().all(|unit| unit.kept.is_none()) {
             tracing::info!(bytes = self.full_gradient_bytes(), "no_sync keeps full gradients");
         }
         state.no_sync = no_sync;
@@ -89,6 +89,15 @@ impl<B: Backend> Fsdp<B> {
     /// As [`gradient`](Self::gradient).
     pub fn gradient_from(&self, id: WeightId, values: &Tensor<B>) -> Result<()> {
         let spec = &self.sharded(id)?.spec;
+        if !matches!(values.dtype, DType::F32 | DType::Bf16) {
+            return Err(Error::Weight {
+                weight: spec.name.clone(),
+                problem: format!(
+                    "its gradient must be f32 or bf16, not {}: convert it",
+                    values.dtype.name()
+                ),
+            });
+        }
         if values.elements() != spec.elements() {
             return Err(Error::Length {
                 weight: spec.name.clone(),
@@ -173,7 +182,7 @@ impl<B: Backend> Fsdp<B> {
             if !state.no_sync {
                 self.reduce_unit(state, unit_id)?;
             }
-            if !self.unit(unit_id)?.held {
+            if !self.unit(unit_id)?.held && !state.is_guarded(unit_id)? {
                 self.release(state, unit_id)?;
             }
         }
@@ -292,7 +301,7 @@ impl<B: Backend> Fsdp<B> {
     }
 
     /// Ends a microbatch: everything gathered is resharded, and every announced gradient must have
-    /// arrived.
+    /// arrived. What had no gradients at all, an evaluation say, is ended too and counts as none.
     ///
     /// # Errors
     /// [`Error::MissingGradient`]; a failure of the device or of a collective.
@@ -304,16 +313,18 @@ impl<B: Backend> Fsdp<B> {
             self.release(state, UnitId(number))?;
         }
         state.entered = None;
+        let mut trained = false;
         for (weight, number) in self.weights.iter().zip(0..) {
             let counts = state.weight(WeightId(number))?;
             if counts.arrived != counts.expected {
                 let (arrived, expected) = (counts.arrived, counts.expected);
                 return Err(self.missing(weight.spec.name.clone(), number, arrived, expected)?);
             }
+            trained |= counts.arrived > 0;
             counts.arrived = 0;
             counts.expected = 0;
         }
-        state.microbatch += 1;
+        state.microbatch += u32::from(trained);
         Ok(())
     }
 
@@ -329,13 +340,28 @@ impl<B: Backend> Fsdp<B> {
     }
 
     /// Says that a unit takes no part in this step: its weights need no gradients and stay as they
-    /// are. Every rank must say so.
+    /// are. Gradients that its forward pass has announced are no longer expected. Every rank must say
+    /// so.
     ///
     /// # Errors
-    /// [`Error::Unknown`].
+    /// [`Error::OutOfOrder`] if one of its gradients has arrived in this step; [`Error::Unknown`].
     pub fn declare_unused(&self, unit: UnitId) -> Result<()> {
-        let name = &self.unit(unit)?.name;
+        let Unit { name, weights, .. } = self.unit(unit)?;
         let mut state = self.lock();
+        for number in weights.clone() {
+            if state.weight(WeightId(number))?.arrived_in_step > 0 {
+                let weight = &self.sharded(WeightId(number))?.spec.name;
+                return Err(Error::OutOfOrder {
+                    call: "declare_unused",
+                    problem: format!(
+                        "a gradient of weight `{weight}` of unit `{name}` has arrived in this step: take the step with it, or forget all of them with discard_gradients()"
+                    ),
+                });
+            }
+        }
+        for number in weights.clone() {
+            state.weight(WeightId(number))?.expected = 0;
+        }
         state.log.note("declare-unused", name, 0);
         state.unit(unit)?.unused = true;
         Ok(())

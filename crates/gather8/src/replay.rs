@@ -24,6 +24,16 @@ impl<B: Backend> CapturedStep<B> {
     }
 }
 
+/// Marks the runtime as broken unless it is forgotten: calls that were captured have changed what the
+/// host knows, and the device has run none of them.
+struct Unfinished<'a, B: Backend>(&'a Fsdp<B>);
+
+impl<B: Backend> Drop for Unfinished<'_, B> {
+    fn drop(&mut self) {
+        self.0.lock().broken = true;
+    }
+}
+
 impl<B: Backend> Fsdp<B> {
     /// Captures what `issue` issues through this runtime (and by itself on the
     /// [compute stream](Self::compute_stream), or on streams that are registered with a view), runs
@@ -41,8 +51,8 @@ impl<B: Backend> Fsdp<B> {
     ///
     /// # Errors
     /// What `issue` returns; [`Error::Capture`] in a world above 1, or if the calls do not end where
-    /// they begin; a failure of the device. After an error of `issue` the runtime has been told of a
-    /// part of the calls and the device of none: make a new one, from a checkpoint.
+    /// they begin; a failure of the device. After an error the runtime has been told of calls that the
+    /// device has not run, and every later call says so: make a new one, from a checkpoint.
     pub fn capture<E: From<Error>>(
         &self,
         issue: impl FnOnce() -> Result<(), E>,
@@ -62,8 +72,9 @@ impl<B: Backend> Fsdp<B> {
             (fresh(&state), versions(&state), state.traffic)
         };
         let compute = &self.streams.compute;
-        let mut outcome = Ok(());
+        let (mut unfinished, mut outcome) = (None, Ok(()));
         let captured = self.backend.capture(compute, || {
+            unfinished = Some(Unfinished(self));
             self.fan_out(&mut self.lock())?;
             outcome = issue();
             self.join(&mut self.lock())
@@ -89,6 +100,7 @@ impl<B: Backend> Fsdp<B> {
         let traffic = state.traffic.since(before.2);
         self.backend.launch(compute, &graph).map_err(Error::from)?;
         self.fan_out(&mut state).map_err(Error::from)?;
+        unfinished.map(std::mem::forget);
         Ok(CapturedStep { graph, fresh: before.0, grown, traffic })
     }
 

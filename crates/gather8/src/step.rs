@@ -23,7 +23,8 @@ pub struct StepReport {
     pub skipped: u64,
     /// The last step was one of them.
     pub found_inf: bool,
-    /// The global gradient norm of the last step, before clipping.
+    /// The global gradient norm of the last step, before clipping. Elements that are NaN or infinite
+    /// are left out: they are what `found_inf` tells.
     pub grad_norm: f64,
     /// What the gradients were multiplied with.
     pub factor: f32,
@@ -105,13 +106,22 @@ impl<B: Backend> Fsdp<B> {
         if state.stepped {
             return Err(Error::StepWithoutSync);
         }
-        if state.microbatch != state.microbatches {
+        // A step of nothing but frozen and unused weights has no backward pass.
+        let mut trains = false;
+        for (number, weight) in self.weights.iter().enumerate() {
+            let unit = self.unit_of(WeightId(number))?;
+            trains |= weight.spec.trainable && !state.unit(unit)?.unused;
+        }
+        let (run, announced) = (state.microbatch, state.microbatches);
+        if trains && run != announced {
+            let cure = if run < announced {
+                "run the others, each with its gradients, or announce fewer with begin_step()"
+            } else {
+                "announce them with begin_step(), or forget them with discard_gradients()"
+            };
             return Err(Error::OutOfOrder {
                 call: "step",
-                problem: format!(
-                    "{} of {} announced microbatches have run",
-                    state.microbatch, state.microbatches
-                ),
+                problem: format!("{run} of {announced} announced microbatches have run: {cure}"),
             });
         }
         for (number, weight) in self.weights.iter().enumerate() {
@@ -253,6 +263,10 @@ impl<B: Backend> Fsdp<B> {
     /// The first failure.
     pub fn check(&self) -> Result<()> {
         let checks = || -> Result<()> {
+            if self.lock().broken {
+                let problem = "an earlier capture has failed, of which this runtime has been told and the device has not: make a new one, from a checkpoint".to_owned();
+                return Err(Error::Capture { problem });
+            }
             self.table.check()?;
             self.gather.communicator.check()?;
             self.reduce.communicator.check()?;
@@ -275,7 +289,8 @@ impl<B: Backend> Fsdp<B> {
         })
     }
 
-    /// Sets a parameter group's learning rate for the steps to come, in stream order.
+    /// Sets a parameter group's learning rate for the steps to come, in stream order. Every rank sets
+    /// the same: the next [`sync`](Self::sync) finds out if one did not.
     ///
     /// # Errors
     /// [`Error::Config`] for a negative or non-finite rate; [`Error::Unknown`].
@@ -295,6 +310,7 @@ impl<B: Backend> Fsdp<B> {
         let at = number as u64 * GROUP_BYTES
             + std::mem::offset_of!(gather8_kernels::layout::GroupRecord, lr) as u64;
         let span = self.optimizer.records.sub(at..at + 4)?;
+        self.lock().log.note_value("learning rate", group, lr);
         Ok(self.backend.upload(&self.streams.compute, &lr.to_le_bytes(), &span)?)
     }
 
@@ -309,17 +325,21 @@ impl<B: Backend> Fsdp<B> {
         Ok(())
     }
 
-    /// Sets the loss scale whose inverse the optimizer applies to every gradient.
+    /// Sets the loss scale whose inverse the optimizer applies to every gradient, the same on every
+    /// rank, as [`set_lr`](Self::set_lr).
     ///
     /// # Errors
-    /// [`Error::Config`] unless it is a positive number.
+    /// [`Error::Config`] unless it is a positive number whose inverse is one too.
     pub fn set_loss_scale(&self, scale: f32) -> Result<()> {
-        if !(scale.is_finite() && scale > 0.0) {
-            return Err(Error::Config(format!("the loss scale must be positive, not {scale}")));
+        if !(scale.is_finite() && scale > 0.0 && scale.recip().is_finite()) {
+            return Err(Error::Config(format!(
+                "the loss scale must be a positive number whose inverse is finite, not {scale}"
+            )));
         }
         let at = std::mem::offset_of!(ControlRecord, inverse_loss_scale) as u64;
         let span = self.optimizer.control.sub(at..at + 4)?;
-        Ok(self.backend.upload(&self.streams.compute, &(1.0 / scale).to_le_bytes(), &span)?)
+        self.lock().log.note_value("loss scale", "optimizer", scale);
+        Ok(self.backend.upload(&self.streams.compute, &scale.recip().to_le_bytes(), &span)?)
     }
 
     /// What the last step decided and the last sync found. Waits for both.

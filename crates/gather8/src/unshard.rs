@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use gather8_kernels::Backend;
 use tracing::trace_span;
@@ -12,18 +12,23 @@ use crate::fsdp::{Fsdp, Phase, State};
 use crate::spec::{UnitId, WeightId};
 use crate::view::{Residence, WeightView};
 
-/// A unit that stays gathered as long as this lives: the way for trainers that know when a block
-/// begins and ends.
+/// A unit that stays gathered as long as this or another guard of it lives: the way for trainers
+/// that know when a block begins and ends. What ends every stay ends this one too:
+/// [`finish_backward`](Fsdp::finish_backward), [`step`](Fsdp::step), [`reshard`](Fsdp::reshard) and
+/// [`discard_gradients`](Fsdp::discard_gradients); then the guard is of no effect.
 pub struct UnitGuard<'a, B: Backend> {
     fsdp: &'a Fsdp<B>,
     unit: UnitId,
+    residence: Arc<Residence<B>>,
+    /// Counted among the residence's guards.
+    counts: bool,
 }
 
 impl<B: Backend> UnitGuard<'_, B> {
     /// One of the unit's weights.
     ///
     /// # Errors
-    /// [`Error::Unknown`] if the weight is not of this unit.
+    /// [`Error::Weight`] if the weight is not of this unit; [`Error::UsedAfterReshard`].
     pub fn weight(&self, id: WeightId) -> Result<WeightView<B>> {
         let unit = self.fsdp.unit(self.unit)?;
         if !unit.weights.contains(&id.0) {
@@ -36,20 +41,33 @@ impl<B: Backend> UnitGuard<'_, B> {
         self.fsdp.view(&mut state, id)
     }
 
-    /// Gives the unit's memory back now and says if that failed; dropping does the same in silence.
+    /// Gives the unit's memory back now, if this is its last guard, and says if that failed; dropping
+    /// does the same in silence.
     ///
     /// # Errors
     /// A failure of the device.
-    pub fn reshard(self) -> Result<()> {
-        let result = self.fsdp.reshard(self.unit);
-        std::mem::forget(self);
-        result
+    pub fn reshard(mut self) -> Result<()> {
+        self.end()
+    }
+
+    fn end(&mut self) -> Result<()> {
+        if !std::mem::take(&mut self.counts) {
+            return Ok(());
+        }
+        let mut state = self.fsdp.lock();
+        let last = self.residence.guards.fetch_sub(1, Ordering::AcqRel) == 1;
+        let current = state.unit(self.unit)?.residence.as_ref();
+        // A later stay is not this guard's.
+        if last && current.is_some_and(|residence| Arc::ptr_eq(residence, &self.residence)) {
+            self.fsdp.release(&mut state, self.unit)?;
+        }
+        Ok(())
     }
 }
 
 impl<B: Backend> Drop for UnitGuard<'_, B> {
     fn drop(&mut self) {
-        if let Err(error) = self.fsdp.reshard(self.unit) {
+        if let Err(error) = self.end() {
             tracing::warn!(%error, "reshard");
         }
     }
@@ -62,7 +80,8 @@ impl<B: Backend> Fsdp<B> {
     /// held are resharded (the last one stays for the backward pass), the next unit in the order of
     /// the first pass is gathered ahead, and one gradient is expected. Backward: the same in
     /// reverse, but units are resharded when their last expected gradient has
-    /// [arrived](Self::gradient), or, if they expect none, when another unit is asked for.
+    /// [arrived](Self::gradient), or, if they expect none, when another unit is asked for. A unit that
+    /// is used several times with others between is best [held](crate::UnitSpec::held).
     ///
     /// # Errors
     /// [`Error::StaleBytes`], [`Error::ArenaExhausted`], a failure of a collective.
@@ -72,9 +91,19 @@ impl<B: Backend> Fsdp<B> {
     }
 
     fn weight_unexplained(&self, id: WeightId, phase: Phase) -> Result<WeightView<B>> {
-        self.sharded(id)?;
+        let spec = &self.sharded(id)?.spec;
         let unit_id = self.unit_of(id)?;
         let mut state = self.lock();
+        if phase == Phase::Forward && spec.trainable && state.unit(unit_id)?.unused {
+            return Err(Error::OutOfOrder {
+                call: "weight",
+                problem: format!(
+                    "unit `{}` of weight `{}` was declared unused for this step, so its gradients would be lost: ask for it in Phase::Inference",
+                    self.unit(unit_id)?.name,
+                    spec.name
+                ),
+            });
+        }
         let held = self.unit(unit_id)?.held;
         let enters = !held
             && (state.entered != Some((unit_id, phase))
@@ -105,11 +134,13 @@ impl<B: Backend> Fsdp<B> {
         self.check()?;
         let issue = || {
             let mut state = self.lock();
-            self.ensure(&mut state, unit)?;
-            self.enter(&mut state, unit)
+            let residence = self.ensure(&mut state, unit)?;
+            self.enter(&mut state, unit)?;
+            Ok(residence)
         };
-        self.explained(issue())?;
-        Ok(UnitGuard { fsdp: self, unit })
+        let residence = self.explained(issue())?;
+        residence.guards.fetch_add(1, Ordering::AcqRel);
+        Ok(UnitGuard { fsdp: self, unit, residence, counts: true })
     }
 
     /// Starts gathering a unit that is needed soon. Does nothing if it is resident.
@@ -184,15 +215,20 @@ impl<B: Backend> Fsdp<B> {
     fn leave_others(&self, state: &mut State<B>, entering: UnitId, phase: Phase) -> Result<()> {
         for (number, unit) in self.units.iter().enumerate() {
             let other = UnitId(number);
-            if other == entering || unit.held || state.unit(other)?.residence.is_none() {
+            if other == entering
+                || unit.held
+                || state.unit(other)?.residence.is_none()
+                || state.is_guarded(other)?
+            {
                 continue;
             }
-            let awaited = phase == Phase::Backward && self.awaits_gradients(state, other)?;
-            // What was gathered ahead is not "another weight's unit that was used"; it goes only
-            // if its slot is needed.
-            let keep_ahead = state.unit(other)?.ahead
-                && (state.unit(entering)?.residence.is_some() || state.arena.free() > 0);
-            if !awaited && !keep_ahead {
+            let keep = if state.unit(other)?.ahead {
+                // Nobody has seen it yet; it goes only if its slot is needed.
+                state.unit(entering)?.residence.is_some() || state.arena.free() > 0
+            } else {
+                phase == Phase::Backward && self.awaits_gradients(state, other)?
+            };
+            if !keep {
                 self.release(state, other)?;
             }
         }
@@ -243,10 +279,10 @@ impl<B: Backend> Fsdp<B> {
         Ok(())
     }
 
-    /// Casts what must be cast and gathers the unit, ahead of use.
-    pub(crate) fn ensure(&self, state: &mut State<B>, id: UnitId) -> Result<()> {
-        if state.unit(id)?.residence.is_some() {
-            return Ok(());
+    /// Casts what must be cast and gathers the unit, ahead of use, unless it is resident.
+    fn ensure(&self, state: &mut State<B>, id: UnitId) -> Result<Arc<Residence<B>>> {
+        if let Some(residence) = &state.unit(id)?.residence {
+            return Ok(Arc::clone(residence));
         }
         let unit = self.unit(id)?;
         let span = trace_span!("unshard", unit = %unit.name);
@@ -295,17 +331,20 @@ impl<B: Backend> Fsdp<B> {
         let ready = self.backend.record(on)?;
         state.last_gather = Some(ready.clone());
         state.unit(id)?.ahead = true;
-        state.unit(id)?.residence = Some(Arc::new(Residence {
+        let residence = Arc::new(Residence {
             unit_name: unit.name.clone(),
             place: place_number,
             ready,
             released: AtomicBool::new(false),
+            guards: AtomicUsize::new(0),
             consumers: Mutex::new(Vec::new()),
-        }));
-        Ok(())
+        });
+        state.unit(id)?.residence = Some(Arc::clone(&residence));
+        Ok(residence)
     }
 
-    /// True if a float8 weight of the unit must be cast; an error if its scale is not known yet.
+    /// True if a float8 weight of the unit must be cast; an error if a weight was changed and the ranks
+    /// have not synced since: scales are not known yet, and the gather would not wait for the change.
     fn refuse_stale(&self, state: &mut State<B>, id: UnitId) -> Result<bool> {
         let mut stale = false;
         for number in self.unit(id)?.weights.clone() {
@@ -313,8 +352,14 @@ impl<B: Backend> Fsdp<B> {
             let sharded = self.sharded(weight_id)?;
             let unsynced =
                 state.stepped && sharded.spec.trainable || state.dirty.contains(&weight_id);
+            if sharded.float8.is_none() {
+                if unsynced {
+                    return Err(Error::Unsynced { weight: sharded.spec.name.clone() });
+                }
+                continue;
+            }
             let weight = state.weight(weight_id)?;
-            if sharded.float8.is_none() || weight.bytes_version == weight.version {
+            if weight.bytes_version == weight.version {
                 continue;
             }
             if unsynced {

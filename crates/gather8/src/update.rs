@@ -41,9 +41,9 @@ impl<B: Backend> Fsdp<B> {
                 self.backend.wait(&self.streams.amax, gathered, "sync-after-cast")?;
             }
             self.table.seed(float8.slot, &self.streams.amax)?;
-            if !state.dirty.contains(&id) {
-                state.dirty.push(id);
-            }
+        }
+        if !state.dirty.contains(&id) {
+            state.dirty.push(id);
         }
         Ok(())
     }
@@ -51,7 +51,8 @@ impl<B: Backend> Fsdp<B> {
     /// Goes on after a sync found a weight that was not finite, once every rank has repaired it (by
     /// [`update`](Self::update), say): calls stop returning that error, and the next
     /// [`sync`](Self::sync) decides anew. The refused sync has dropped the amaxes of all weights, so
-    /// every float8 weight is taken as modified. Every rank calls it.
+    /// every float8 weight is taken as modified. Every rank calls it. Moments stay as they are: NaNs
+    /// that a step without `skip_on_found_inf` has put there make the next step's weights NaN again.
     ///
     /// # Errors
     /// A failure of the device.

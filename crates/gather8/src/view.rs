@@ -1,6 +1,6 @@
 //! A gathered weight in use.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use gather8_kernels::layout::BytesRecord;
@@ -18,6 +18,8 @@ pub(crate) struct Residence<B: Backend> {
     /// After the gather.
     pub(crate) ready: B::Event,
     pub(crate) released: AtomicBool,
+    /// Guards that keep it.
+    pub(crate) guards: AtomicUsize,
     /// The streams that read the weights: each has waited for `ready`.
     pub(crate) consumers: Mutex<Vec<B::Stream>>,
 }

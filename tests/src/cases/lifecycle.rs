@@ -60,6 +60,11 @@ pub fn wrong_calls_are_refused<B: Backend>(cx: &Context<B>) -> anyhow::Result<()
     );
     fsdp.discard_gradients()?;
 
+    fsdp.update(bias, |_| ())?;
+    let text = refused!(fsdp.weight(bias, Phase::Inference), Error::Unsynced { .. });
+    ensure!(text.contains("`layer0.bias`"), "{text}");
+    fsdp.sync()?;
+
     // A gradient is missing: of a whole unit, and of one weight.
     fsdp.weight(weight, Phase::Forward)?;
     refused!(fsdp.step(), Error::MissingGradient { .. });
@@ -71,6 +76,9 @@ pub fn wrong_calls_are_refused<B: Backend>(cx: &Context<B>) -> anyhow::Result<()
     refused!(fsdp.step(), Error::StepWithoutSync);
     refused!(fsdp.weight(weight, Phase::Forward), Error::StaleBytes { .. });
     fsdp.sync()?;
+    for scale in [0.0, -1.0, 1e-45, f32::INFINITY] {
+        refused!(fsdp.set_loss_scale(scale), Error::Config(_));
+    }
     refused!(fsdp.set_lr("nobody", 1.0), Error::Unknown { .. });
     refused!(fsdp.set_lr("default", f32::NAN), Error::Config(_));
     model.train(&fsdp, &[model.example(1)])?;
@@ -102,6 +110,30 @@ pub fn unused_units_rest<B: Backend>(cx: &Context<B>) -> anyhow::Result<()> {
         fsdp.weight(spare, Phase::Inference)?.to_f32()?.len() == 81,
         "it can still be gathered"
     );
+
+    // Gradients are not lost: neither those that came before the declaration, nor later ones.
+    let used = fsdp.unit_id("layer0")?;
+    model.train(&fsdp, &[model.example(0)])?;
+    let text = refused!(fsdp.declare_unused(used), Error::OutOfOrder { .. });
+    ensure!(text.contains("`layer0`"), "{text}");
+    fsdp.discard_gradients()?;
+    fsdp.declare_unused(used)?;
+    let first = fsdp.weight_id("layer0.weight")?;
+    refused!(fsdp.weight(first, Phase::Forward), Error::OutOfOrder { .. });
+    fsdp.weight(first, Phase::Inference)?;
+    fsdp.discard_gradients()?;
+
+    // A forward pass may turn out to be unused; and so may everything.
+    fsdp.weight(first, Phase::Forward)?;
+    refused!(fsdp.step(), Error::MissingGradient { .. });
+    for unit in model.units() {
+        fsdp.declare_unused(fsdp.unit_id(&unit.name)?)?;
+    }
+    fsdp.declare_unused(fsdp.unit_id("spare")?)?;
+    let before = fsdp.master(first)?;
+    fsdp.step()?;
+    fsdp.sync_blocking()?;
+    ensure!(fsdp.master(first)? == before, "an unused weight changed");
     Ok(())
 }
 
@@ -237,5 +269,138 @@ pub fn explicit_units<B: Backend>(cx: &Context<B>) -> anyhow::Result<()> {
     ensure!(!fsdp.is_resident(zero)? && fsdp.is_resident(one)?, "each guard holds its own unit");
     drop(other);
     ensure!(!fsdp.is_resident(one)?, "dropping a guard reshards");
+
+    // What keeps a unit is its last guard, whatever else is asked for meanwhile.
+    let (first, second) = (fsdp.unshard(one)?, fsdp.unshard(one)?);
+    let view = first.weight(fsdp.weight_id("layer1.weight")?)?;
+    fsdp.weight(fsdp.weight_id("layer0.weight")?, Phase::Inference)?;
+    drop(first);
+    ensure!(view.to_f32()? == expected, "the second guard holds it");
+    drop(second);
+    ensure!(!fsdp.is_resident(one)?, "the last guard is gone");
+    // A guard whose stay has ended is no guard of a later one.
+    let ended = fsdp.unshard(one)?;
+    fsdp.reshard(one)?;
+    refused!(ended.weight(fsdp.weight_id("layer1.weight")?), Error::UsedAfterReshard { .. });
+    let later = fsdp.unshard(one)?;
+    drop(ended);
+    ensure!(fsdp.is_resident(one)?, "an old guard ended a later stay");
+    later.reshard()?;
+    ensure!(!fsdp.is_resident(one)?, "the later guard is of effect");
+    Ok(())
+}
+
+/// What brings no gradients is no microbatch, wherever it stands.
+pub fn evaluations_count_as_nothing<B: Backend>(cx: &Context<B>) -> anyhow::Result<()> {
+    let model = Mlp::uneven();
+    let (plain, evaluated) = (build(cx, model.units())?, build(cx, model.units())?);
+    for (fsdp, evaluates) in [(&plain, false), (&evaluated, true)] {
+        let evaluate = || -> anyhow::Result<()> {
+            for spec in model.units().iter().flat_map(|unit| &unit.weights) {
+                fsdp.weight(fsdp.weight_id(&spec.name)?, Phase::Inference)?;
+            }
+            Ok(fsdp.finish_backward()?)
+        };
+        if evaluates {
+            evaluate()?;
+        }
+        fsdp.begin_step(2)?;
+        for microbatch in 0..2 {
+            integer_step(fsdp, microbatch)?;
+            fsdp.finish_backward()?;
+            if evaluates {
+                evaluate()?;
+            }
+        }
+        fsdp.step()?;
+        fsdp.sync_blocking()?;
+    }
+    let id = plain.weight_id("layer0.weight")?;
+    ensure!(plain.shard_gradient(id)? == evaluated.shard_gradient(id)?, "gradients differ");
+    ensure!(plain.master(id)? == evaluated.master(id)?, "weights differ");
+    Ok(())
+}
+
+/// Units that come back in one pass, and gradients that come in an order of their own, need memory
+/// for as many as are in use at once, and no more.
+pub fn units_are_used_in_any_order<B: Backend>(cx: &Context<B>) -> anyhow::Result<()> {
+    let build = |arena_slots: u32, gradient_slots: u32| {
+        let mut config = cx.config();
+        config.gather.arena_slots = arena_slots;
+        config.gather.gradient_slots = gradient_slots;
+        let names = ["a", "b", "c", "d"];
+        let units = names.map(|n| UnitSpec::new(n, [WeightSpec::float8(format!("{n}.w"), [5, 4])]));
+        Fsdp::builder(config, cx.backend.clone(), cx.communicator.clone())
+            .units(units)
+            .build(|spec, rows| anyhow::Ok(initial(spec, rows)))
+    };
+    // A step whose forward pass uses the units in this order, and whose backward pass in reverse.
+    let step = |fsdp: &Fsdp<B>, forward: &[&str]| -> gather8::Result<()> {
+        let id = |name: &str| fsdp.weight_id(&format!("{name}.w"));
+        for name in forward {
+            fsdp.weight(id(name)?, Phase::Forward)?;
+        }
+        for name in forward.iter().rev() {
+            fsdp.weight(id(name)?, Phase::Backward)?;
+            fsdp.gradient(id(name)?, &[1.0; 20])?;
+        }
+        for number in 0..4 {
+            let name = ["a", "b", "c", "d"][number];
+            if !forward.contains(&name) {
+                fsdp.declare_unused(fsdp.unit_id(name)?)?;
+            }
+        }
+        fsdp.step()?;
+        fsdp.sync_blocking()
+    };
+    for (slots, forward) in [
+        (2, &["a", "b", "c", "d"][..]),
+        (2, &["a", "b", "c", "a"]),
+        (3, &["a", "b", "c", "b", "a"]),
+        (4, &["a", "b", "c", "d", "a", "b", "c", "d"]),
+    ] {
+        let fsdp = build(slots, slots)?;
+        for _ in 0..3 {
+            step(&fsdp, forward)?;
+        }
+        for name in forward {
+            let gradient = fsdp.shard_gradient(fsdp.weight_id(&format!("{name}.w"))?)?;
+            let uses = forward.iter().filter(|other| *other == name).count() as f32;
+            ensure!(gradient.iter().all(|&g| g == uses), "{forward:?}: {name} got {gradient:?}");
+        }
+    }
+
+    // Two weights a unit, all gradients at the end, those of one unit far apart.
+    for (slots, enough) in [(2, false), (3, true)] {
+        let mut config = cx.config();
+        config.gather.gradient_slots = slots;
+        let units = ["a", "b", "c"].map(|n| {
+            let weights = ["v", "w"].map(|w| WeightSpec::float8(format!("{n}.{w}"), [5, 4]));
+            UnitSpec::new(n, weights)
+        });
+        let fsdp = Fsdp::builder(config, cx.backend.clone(), cx.communicator.clone())
+            .units(units)
+            .build(|spec, rows| anyhow::Ok(initial(spec, rows)))?;
+        let ids: Vec<_> = fsdp.weights().map(|spec| spec.name.clone()).collect();
+        for name in &ids {
+            fsdp.weight(fsdp.weight_id(name)?, Phase::Forward)?;
+        }
+        let mut outcome = Ok(());
+        for number in [0, 2, 4, 1, 3, 5] {
+            let given = fsdp.gradient(fsdp.weight_id(&ids[number])?, &[1.0; 20]);
+            outcome = outcome.and(given);
+            if outcome.is_err() {
+                break;
+            }
+        }
+        if enough {
+            outcome?;
+            fsdp.step()?;
+            fsdp.sync_blocking()?;
+        } else {
+            let text = refused!(outcome, Error::GradientSlotsExhausted { .. });
+            ensure!(text.contains("`c`") && text.contains("`a`, `b`"), "{text}");
+        }
+    }
     Ok(())
 }

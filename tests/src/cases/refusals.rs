@@ -197,6 +197,29 @@ pub fn swapped_gathers_are_named<B: Backend>(cx: &Context<B>) -> anyhow::Result<
     Ok(())
 }
 
+/// A setting that one rank changes to another value is found by the next sync, which names it.
+pub fn different_settings_are_named<B: Backend>(cx: &Context<B>) -> anyhow::Result<()> {
+    if cx.world() == 1 {
+        return Ok(());
+    }
+    let fsdp = Fsdp::builder(cx.config(), cx.backend.clone(), cx.communicator.clone())
+        .unit(UnitSpec::new("unit", [WeightSpec::float8("w", [16, 16])]))
+        .build(|spec, rows| anyhow::Ok(initial(spec, rows)))?;
+    for rate in [1e-3, 2e-3] {
+        fsdp.set_lr("default", rate)?;
+        fsdp.set_loss_scale(1024.0)?;
+        fsdp.sync_blocking()?;
+    }
+    fsdp.set_lr("default", if cx.rank() == 1 { 0.5 } else { 0.25 })?;
+    let Err(error) = fsdp.sync_blocking() else { bail!("different rates went unnoticed") };
+    let text = error.to_string();
+    let named = matches!(error, Error::Collective(CollectiveError::Disordered { .. }))
+        && text.contains("rank 0 set learning rate of `default` to 0.25")
+        && text.contains("rank 1 set learning rate of `default` to 0.5");
+    ensure!(named, "the error is: {text}");
+    Ok(())
+}
+
 /// Ranks that were given different models or configurations all say so, in the same words.
 pub fn different_models_are_named<B: Backend>(cx: &Context<B>) -> anyhow::Result<()> {
     if cx.world() == 1 {
@@ -228,6 +251,14 @@ pub fn different_models_are_named<B: Backend>(cx: &Context<B>) -> anyhow::Result
         ensure!(error.to_string().contains(named), "{error} does not name {named}");
         agree(cx, &error.to_string())?;
     }
+    let slots = if odd { ["y", "x"] } else { ["x", "y"] };
+    let [first, second] = slots.map(|name| (name, Format::E4m3));
+    let built = Fsdp::builder(cx.config(), cx.backend.clone(), cx.communicator.clone())
+        .input_slot(first.0, first.1)
+        .input_slot(second.0, second.1)
+        .build(|spec, rows| anyhow::Ok(initial(spec, rows)));
+    let error = built.err().map(|error| error.to_string()).unwrap_or_default();
+    ensure!(error.contains("amax slot `x`") && error.contains("amax slot `y`"), "{error}");
     Ok(())
 }
 

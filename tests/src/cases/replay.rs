@@ -176,6 +176,8 @@ pub fn wrong_captures_are_refused<B: Backend>(cx: &Context<B>) -> anyhow::Result
         Ok(())
     };
     says(fsdp.capture(waits).map(drop), "outside of the capture")?;
+    says(fsdp.check().map_err(Into::into), "an earlier capture has failed")?;
+    says(fsdp.weight(id, Phase::Inference).map(drop).map_err(Into::into), "make a new one")?;
 
     // Nothing that is captured stays under way.
     let trainer = Trainer::new(cx, Scaling::Dynamic, MasterWeight::Remainder)?;
