@@ -59,7 +59,7 @@ fn every_example_of_the_book_stands_here() {
 #[test]
 fn the_configuration_of_the_book_is_the_default_one() {
     let Some(page) = page("embedding.md") else { return };
-    let [text] = &blocks(&page, "toml")[..] else { panic!("one configuration") };
+    let [_, text] = &blocks(&page, "toml")[..] else { panic!("a manifest, a configuration") };
     let config: Config = toml::from_str(text).unwrap();
     config.check().unwrap();
     let mut default = Config::default();
