@@ -39,7 +39,7 @@ pub fn remove_unfinished_on(signals: &[i32]) -> Result<()> {
     let mut signals = Signals::new(signals).context("cannot watch for signals")?;
     let watch = move || {
         for signal in &mut signals {
-            // Held to the end, so that no file begins behind its back.
+            // Held to the end, so that no file begins or ends behind its back.
             let files = unfinished();
             for file in files.iter() {
                 let _ = fs::remove_file(file);
@@ -107,10 +107,13 @@ impl WholeFile {
         let flushed = self.file.as_file().sync_all();
         flushed.with_context(|| format!("cannot flush {shown} to the disk"))?;
         let temporary = self.file.path().to_owned();
+        // A signal that has come removes the file and ends the process: its name is not given then.
+        let mut unfinished = unfinished();
         self.file.persist(&self.path).map_err(|error| error.error).with_context(|| {
             format!("cannot give {shown} its name; remove what stands there, or give another path")
         })?;
-        unfinished().retain(|file| *file != temporary);
+        unfinished.retain(|file| *file != temporary);
+        drop(unfinished);
         sync_folder(&self.folder).with_context(|| format!("cannot flush the folder of {shown}"))
     }
 }

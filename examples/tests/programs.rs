@@ -85,7 +85,7 @@ fn export_fails_with_one_sentence() {
     failed(&export("foreign", &[]), 1, "is no valid safetensors file");
     failed(&export("missing", &[]), 1, "cannot open");
     assert_eq!(names(folder.path()), ["cut", "foreign", "inf"]);
-    failed(&run("export", &[]), 2, "Usage");
+    failed(&run("export", &[]), 2, "Usage: export");
     failed(&run("export", &["a", "b", "--ranks", "0"]), 2, "0 is not in 1..=64");
     failed(&run("export", &["a", "b", "--format", "e3m4"]), 2, "possible values: e4m3, e5m2");
     failed(&run("export", &["a", "b", "--scaling", "delayed"]), 2, "possible values: dynamic");
@@ -189,6 +189,8 @@ fn bench_refuses_what_it_does_not_know() {
     failed(&run("bench", &["--size", "12"]), 2, "such as 256M");
     failed(&run("bench", &["--size", "huge"]), 2, "such as 256M");
     failed(&run("bench", &["--repeats", "0"]), 2, "0 is not in 1..=1000");
+    failed(&run("bench", &["--rows", "fast,quick"]), 2, "Usage: bench");
+    failed(&run("bench", &["--gather"]), 1, "start --gather with two or more");
     let missing = ["--size", "1K", "--rows", "fast/copy", "--json", "/no such folder/x.json"];
     let done = run("bench", &missing);
     failed(&done, 1, "cannot write into the folder of /no such folder/x.json");
