@@ -32,7 +32,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 /// launches them through the CPU backend as the runtime does. On a GPU rows are passes over 872
 /// million parameters in 28 and in 560 tensors, and over 20,000 tensors of one element.
 #[derive(Parser)]
-#[command(version)]
+#[command(name = "bench", version)]
 struct Arguments {
     /// Rows to measure: IMPLEMENTATION, PASS or IMPLEMENTATION/PASS, separated by commas; by default
     /// fast,cpu on the CPU and all on a GPU.
@@ -45,7 +45,7 @@ struct Arguments {
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1000))]
     repeats: Option<u32>,
     /// Threads that share a pass, separated by commas; 0 means all. Of the CPU.
-    #[arg(long, value_delimiter = ',', default_values_t = [1, 0])]
+    #[arg(long, value_delimiter = ',', default_value = "1,0")]
     threads: Vec<usize>,
     /// Where the passes run.
     #[arg(long, value_enum, default_value_t = Device::Cpu)]

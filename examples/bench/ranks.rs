@@ -47,6 +47,9 @@ fn measure<B: Backend>(
         bail!("--rows chooses passes, --gather measures none: leave one of them out");
     }
     let first = seat.is_first();
+    if seat.communicator.world() < 2 {
+        bail!("one rank gathers nothing: start --gather with two or more (mpirun -n 2 ...)");
+    }
     // Only one rank writes; before the work, so that a path that cannot be written costs nothing.
     let path = arguments.json.as_deref().filter(|_| first);
     let json = path.map(WholeFile::create).transpose();

@@ -12,7 +12,7 @@ use gather8_examples::size::size;
 ///
 /// With --device the exit code says whether ranks can run there: 0 or 1.
 #[derive(Parser)]
-#[command(version)]
+#[command(name = "doctor", version)]
 struct Arguments {
     /// Fails, with exit code 1, if this device cannot run. `cuda` also starts this rank's GPU, which
     /// compiles the kernels the first time.

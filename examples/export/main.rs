@@ -22,14 +22,14 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 ///
 /// Started by mpirun, srun or torchrun, each process is a rank; else the ranks are threads.
 #[derive(Parser)]
-#[command(version)]
+#[command(name = "export", version)]
 struct Arguments {
     /// The file to read.
     input: PathBuf,
     /// The file to write; it appears whole or not at all.
     output: PathBuf,
     /// Ranks to shard over, as threads (1 by default). The output does not depend on it; memory
-    /// does: every rank holds one byte per element of the largest matrix.
+    /// does: each of them holds one byte per element of the largest matrix.
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=64))]
     ranks: Option<u32>,
     /// What casts and gathers: the CPU, or one GPU per process.

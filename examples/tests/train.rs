@@ -253,6 +253,7 @@ fn other_failures_are_one_sentence_and_code_1_and_leave_nothing_half_written() {
     let short = text.to_str().unwrap();
     refused(&train(&["--text", short, "--context", "9"], &out), 1, &["9 bytes", "at least 10"]);
     refused(&train(&["--text", "/nowhere/text"], &out), 1, &["/nowhere/text"]);
+    refused(&train(&["--communicator", "mpi"], &out), 1, &["--communicator mpi", "mpirun"]);
     refused(&train(&["--config", "/nowhere/config"], &out), 1, &["/nowhere/config"]);
     assert!(!out.exists());
 

@@ -15,6 +15,9 @@ use tracing_subscriber::layer::SubscriberExt;
 use crate::options::Settings;
 use crate::trace::{Trace, TraceLayer};
 
+/// The crates whose words are shown.
+const LIBRARIES: [&str; 3] = ["gather8", "gather8_collectives", "gather8_kernels"];
+
 /// A subscriber for one rank's threads: `rank-N.log` in `folder`, what the libraries say on stderr
 /// (rank 0 at INFO, the others at WARN), and the trace when there is one.
 ///
@@ -37,7 +40,7 @@ pub(crate) fn subscriber(
     let shown = move |metadata: &Metadata<'_>| {
         metadata.is_event()
             && *metadata.level() <= said
-            && metadata.target().starts_with("gather8_")
+            && metadata.target().split("::").next().is_some_and(|of| LIBRARIES.contains(&of))
     };
     let screen = tracing_subscriber::fmt::layer()
         .with_writer(std::io::stderr)

@@ -146,7 +146,7 @@ impl Output {
 pub(crate) fn table(outputs: &[Output]) -> String {
     let base = outputs.iter().find(|output| output.run == Run::Bf16).map(Output::final_loss);
     let mut text = format!(
-        "{:<15} {:>14} {:>8} {:>9} {:>8} {:>14} {:>14} {:>10}\n",
+        "{:<15} {:>14} {:>8} {:>9} {:>8} {:>14} {:>14} {:>16}\n",
         "run",
         "loss (last 20)",
         "to bf16",
@@ -154,7 +154,7 @@ pub(crate) fn table(outputs: &[Output]) -> String {
         "seconds",
         "gathered/step",
         "reduced/step",
-        "saturated"
+        "saturated/rank 0"
     );
     for output in outputs {
         let loss = output.final_loss();
@@ -166,7 +166,7 @@ pub(crate) fn table(outputs: &[Output]) -> String {
         // Writing to a String cannot fail.
         let _ = writeln!(
             text,
-            "{:<15} {loss:>14.4} {to_base:>8} {:>9.0} {seconds:>8.1} {:>14} {:>14} {:>10}",
+            "{:<15} {loss:>14.4} {to_base:>8} {:>9.0} {seconds:>8.1} {:>14} {:>14} {:>16}",
             output.run.name(),
             (output.tokens * steps) as f64 / seconds,
             kilobytes(sum(|record| record.gathered_bytes) / steps as u64),

@@ -61,6 +61,11 @@ impl World {
     /// without.
     pub(crate) fn join(launch: Launch, settings: &Settings) -> Result<Self> {
         if launch.world == 1 {
+            if matches!(settings.communicator, Mover::Mpi) {
+                anyhow::bail!(
+                    "--communicator mpi moves bytes between processes, and this one was started alone: start the ranks with mpirun, or leave it out"
+                );
+            }
             // No peer can be lost: the step in progress is finished in any case.
             let stop = Stop::on_sigterm(|| Ok(()), |_| ())?;
             return Ok(Self::Threads(settings.ranks, stop));

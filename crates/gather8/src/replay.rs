@@ -100,7 +100,9 @@ impl<B: Backend> Fsdp<B> {
         let traffic = state.traffic.since(before.2);
         self.backend.launch(compute, &graph).map_err(Error::from)?;
         self.fan_out(&mut state).map_err(Error::from)?;
-        unfinished.map(std::mem::forget);
+        if let Some(unfinished) = unfinished {
+            std::mem::forget(unfinished);
+        }
         Ok(CapturedStep { graph, fresh: before.0, grown, traffic })
     }
 

@@ -41,6 +41,12 @@ impl<B: Backend> UnitGuard<'_, B> {
         self.fsdp.view(&mut state, id)
     }
 
+    /// Leaves the unit gathered until something else reshards it.
+    pub fn keep(mut self) {
+        self.counts = false;
+        self.residence.guards.fetch_sub(1, Ordering::AcqRel);
+    }
+
     /// Gives the unit's memory back now, if this is its last guard, and says if that failed; dropping
     /// does the same in silence.
     ///

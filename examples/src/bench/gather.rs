@@ -285,7 +285,7 @@ impl<B: Backend> Gathers<B> {
                 let start = Instant::now();
                 let guard = fsdp.unshard(unit)?;
                 host.push(start.elapsed().as_secs_f64());
-                std::mem::forget(guard);
+                guard.keep();
                 resident = unit;
             }
             Ok(())
@@ -373,7 +373,7 @@ fn unsharded<B: Backend>(
     for unit in (0..shape.units.len()).map(UnitId) {
         let guard = fsdp.unshard(unit)?;
         if unit.0 == last {
-            std::mem::forget(guard);
+            guard.keep();
         }
     }
     Ok(fsdp)
@@ -404,7 +404,7 @@ pub fn host_of_unshard<B: Backend>(
         let start = Instant::now();
         let guard = fsdp.unshard(unit)?;
         let micros = start.elapsed().as_secs_f64() * 1e6;
-        std::mem::forget(guard);
+        guard.keep();
         backend.synchronize(fsdp.compute_stream())?;
         fsdp.reshard(unit)?;
         Ok(micros)

@@ -287,6 +287,11 @@ pub fn explicit_units<B: Backend>(cx: &Context<B>) -> anyhow::Result<()> {
     ensure!(fsdp.is_resident(one)?, "an old guard ended a later stay");
     later.reshard()?;
     ensure!(!fsdp.is_resident(one)?, "the later guard is of effect");
+    fsdp.unshard(one)?.keep();
+    ensure!(fsdp.is_resident(one)?, "it was to be kept");
+    fsdp.reshard(zero)?;
+    fsdp.weight(fsdp.weight_id("layer0.weight")?, Phase::Inference)?;
+    ensure!(!fsdp.is_resident(one)?, "but not against another");
     Ok(())
 }
 

@@ -26,7 +26,9 @@ impl Attempts {
         // The reason stands in the source; the error itself says only that dlopen failed.
         let reason = error.source().map_or_else(|| error.to_string(), ToString::to_string);
         let separator = if self.0.is_empty() { "" } else { "; " };
-        let _ = write!(self.0, "{separator}{name}: {}", reason.trim());
+        // Some loaders begin with the name.
+        let reason = reason.trim().trim_start_matches(name).trim_start_matches(": ");
+        let _ = write!(self.0, "{separator}{name}: {reason}");
     }
 }
 
@@ -80,7 +82,7 @@ fn open_companion(name: &Path) {
 
 /// The driver, from where the driver's package or a container's runtime puts it.
 pub(super) fn driver() -> Result<Opened> {
-    let names = ["libcuda.so.1", "libcuda.so", "/usr/lib/wsl/lib/libcuda.so.1", "nvcuda.dll"];
+    let names = ["libcuda.so.1", "libcuda.so", "/usr/lib/wsl/lib/libcuda.so.1"];
     open_first(
         "cuda",
         "the driver",

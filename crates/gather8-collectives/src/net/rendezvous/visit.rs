@@ -108,7 +108,7 @@ async fn try_visit(
             })?;
             let nobody = |what| {
                 Attempt::Absent(format!(
-                    "{} {what} (does rank 0 run on this host? Ranks on several hosts need GATHER8_ADDR and a token)",
+                    "{} {what} (does rank 0 run on this host, with the same GATHER8_JOB? Ranks on several hosts need GATHER8_ADDR and a token)",
                     path.display()
                 ))
             };
