@@ -88,7 +88,8 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             let text = one_line(&format!("{error:#}"));
-            let _ = writeln!(std::io::stderr(), "bench: {text}");
+            // In one piece, since other ranks write too.
+            let _ = std::io::stderr().write_all(format!("bench: {text}\n").as_bytes());
             ExitCode::FAILURE
         }
     }

@@ -50,17 +50,18 @@ fn main() -> ExitCode {
     } else {
         report.to_string()
     };
-    // Whether anybody listens or not, the exit code tells.
-    let _ = std::io::stdout().write_all(text.as_bytes());
+    let mut stdout = std::io::stdout();
+    let written = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush());
+    let written = written.err().map(|error| format!("cannot write to stdout: {error}"));
     let problem = match arguments.device {
         None => None,
         Some(Device::Cpu) => report.cpu,
         Some(Device::Cuda) => report.cuda,
     };
-    match problem {
+    match problem.or(written) {
         None => ExitCode::SUCCESS,
         Some(problem) => {
-            let _ = writeln!(std::io::stderr(), "doctor: {problem}");
+            let _ = std::io::stderr().write_all(format!("doctor: {problem}\n").as_bytes());
             ExitCode::FAILURE
         }
     }

@@ -102,7 +102,9 @@ fn main() -> ExitCode {
         Err(error) => {
             let who = rank.map_or(String::new(), |rank| format!("rank {rank}: "));
             let text = one_line(&format!("{error:#}"));
-            let _ = writeln!(std::io::stderr(), "export: {who}{text}");
+            // In one piece, since other ranks write too.
+            let line = format!("export: {who}{text}\n");
+            let _ = std::io::stderr().write_all(line.as_bytes());
             ExitCode::FAILURE
         }
     }

@@ -1,5 +1,6 @@
 //! A file that appears whole or not at all.
 
+use std::error::Error;
 use std::ffi::OsString;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -83,7 +84,11 @@ impl WholeFile {
         let mut unfinished = unfinished();
         let file = builder
             .tempfile_in(&folder)
-            .map_err(|error| anyhow!("cannot write into the folder of {shown}: {error}"))?;
+            .map_err(|error| {
+                // The cause alone: the temporary name says nothing to anybody.
+                let cause = error.source().map_or_else(|| error.to_string(), ToString::to_string);
+                anyhow!("cannot write into the folder of {shown}: {cause}; make the folder writable, or give another path")
+            })?;
         unfinished.push(file.path().to_owned());
         Ok(Self { path: path.to_owned(), folder, file })
     }

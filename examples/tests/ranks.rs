@@ -20,12 +20,17 @@ fn text(bytes: &[u8]) -> String {
 
 /// Starts a program once per rank of a world, as a launcher does, and waits for all.
 fn ranks(world: u32, name: &str, arguments: &[&str]) -> Vec<Output> {
+    each_rank(world, name, |_| arguments.iter().map(ToString::to_string).collect())
+}
+
+/// The same with arguments of each rank's own.
+fn each_rank(world: u32, name: &str, arguments: impl Fn(u32) -> Vec<String>) -> Vec<Output> {
     static JOBS: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
     let number = JOBS.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
     let job = format!("{name}-{}-{number}", std::process::id());
     let start = |rank: u32| {
         let mut command = Command::new(program(name));
-        command.args(arguments).env("RUST_BACKTRACE", "1").env("GATHER8_JOB", &job);
+        command.args(arguments(rank)).env("RUST_BACKTRACE", "1").env("GATHER8_JOB", &job);
         command.env("GATHER8_WORLD", world.to_string()).env("GATHER8_RANK", rank.to_string());
         for variable in ["GATHER8_LOCAL_WORLD", "GATHER8_LOCAL_RANK"] {
             let value = if variable.ends_with("WORLD") { world } else { rank };
@@ -139,6 +144,29 @@ fn export_over_processes_fails_on_every_rank() {
     fails(&[&path("nan"), &path("no folder/out")], "cannot write into the folder");
     fails(&[&path("missing"), &path("out")], "cannot open");
     fails(&[&path("nan"), &path("out"), "--ranks", "2"], "ranks are processes here");
+
+    // Inputs that differ between the ranks: in a weight's values alone, and in how many there are.
+    let matrix = |x: f32| ("w", "F32", &[8_u64, 16][..], elements("F32", [x; 128]));
+    let one = safetensors(&[matrix(1.0)], &[]);
+    let another = safetensors(&[matrix(-2.0)], &[]);
+    let many: Vec<String> = (0..300).map(|n| format!("m{n}")).collect();
+    let many: Vec<Tensor<'_>> =
+        many.iter().map(|name| (&**name, "BF16", &[1_u64, 1][..], vec![0, 0])).collect();
+    for (other, problem) in [(another, "data hashes to"), (safetensors(&many, &[]), "an input of ")]
+    {
+        for (rank, bytes) in [&one, &other].into_iter().enumerate() {
+            std::fs::create_dir_all(path(&rank.to_string())).unwrap();
+            std::fs::write(path(&format!("{rank}/in")), bytes).unwrap();
+        }
+        let outputs = each_rank(2, "export", |rank| vec![path(&format!("{rank}/in")), path("out")]);
+        for output in outputs {
+            let said = text(&output.stderr);
+            assert_eq!(output.status.code(), Some(1), "{said}");
+            assert!(said.contains("started differently") && said.contains(problem), "{said}");
+            assert_eq!(said.lines().count(), 1, "{said}");
+        }
+        assert!(!std::fs::exists(path("out")).unwrap());
+    }
 }
 
 #[test]

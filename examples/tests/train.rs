@@ -233,6 +233,8 @@ fn wrong_usage_is_one_sentence_and_code_2() {
     refuse(&["--compare", "--gather", "bf16"], &["--compare"]);
     refuse(&["--heads", "5", "--width", "96"], &["--heads 5", "--width 96"]);
     refuse(&["--ranks", "4", "--batch", "3"], &["--batch 3", "at least 4"]);
+    let long = ["--context", "8192", "--heads", "16", "--batch", "64"];
+    refuse(&long, &["--context 8192", "64 GiB"]);
     refuse(&["--lr", "-1"], &["--lr", "-1"]);
     refuse(&["--lr", "nan"], &["--lr", "NaN"]);
     refuse(&["--log", "loud"], &["--log", "loud"]);

@@ -15,7 +15,7 @@ use gather8_examples::whole_file::WholeFile;
 use crate::fault::Faulty;
 use crate::logs;
 use crate::options::{Run, Settings, read_file};
-use crate::rank::{RankContext, run_rank};
+use crate::rank::{RankContext, Stopped, run_rank};
 use crate::report::{Output, Recorder};
 use crate::runtime::Runtime;
 use crate::trace::{Trace, write_run};
@@ -82,6 +82,9 @@ fn train_once(
             let body = move || {
                 tracing::dispatcher::with_default(&subscriber, || {
                     training.run(context).unwrap_or_else(|(error, _runtime)| {
+                        if !error.is::<Stopped>() {
+                            world.announce(&error);
+                        }
                         let mut first = first_error.lock().unwrap_or_else(PoisonError::into_inner);
                         first.get_or_insert(error);
                         None
@@ -108,8 +111,10 @@ fn train_once(
     if let Some(error) = first_error.into_inner().unwrap_or_else(PoisonError::into_inner) {
         return Err(error);
     }
+    // The figures first: they do not depend on the trace.
+    let output = finished.into_iter().flatten().next().map(Recorder::finish).transpose()?;
     write_run(trace, &folder, world.trace_number())?;
-    finished.into_iter().flatten().next().map(Recorder::finish).transpose()
+    Ok(output)
 }
 
 /// Writes a file that is there whole or not at all.

@@ -30,6 +30,9 @@ pub(crate) fn subscriber(
     trace: Option<&Arc<Trace>>,
 ) -> Result<Dispatch> {
     let path = folder.join(format!("rank-{rank}.log"));
+    if std::fs::metadata(&path).is_ok_and(|status| !status.is_file()) {
+        anyhow::bail!("{} exists and is no regular file: give another --out", path.display());
+    }
     let file = File::create(&path).with_context(|| format!("cannot write {}", path.display()))?;
     let log = tracing_subscriber::fmt::layer()
         .with_ansi(false)

@@ -88,14 +88,14 @@ fn print(text: &str) -> anyhow::Result<()> {
     written.context("cannot write to stdout")
 }
 
-/// One sentence on stderr, whatever RUST_BACKTRACE says.
+/// One sentence on stderr, whatever RUST_BACKTRACE says; in one piece, since other ranks write too.
 fn finish(name: &str, result: anyhow::Result<()>, code: u8) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             let sentence = format!("{error:#}").replace('\n', " ");
             // There is nowhere else to complain if stderr is closed.
-            let _ = writeln!(std::io::stderr(), "{name}: {sentence}");
+            let _ = std::io::stderr().write_all(format!("{name}: {sentence}\n").as_bytes());
             ExitCode::from(code)
         }
     }

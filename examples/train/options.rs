@@ -417,13 +417,16 @@ fn runs(compare: bool, gather: Option<Gather>, scaling: Option<Scaling>) -> Resu
     })
 }
 
+/// The most bytes of a rank's attention scores: what does not fit the memory ends the process.
+const LARGEST_SCORES: usize = 16 << 30;
+
 fn check(settings: &Settings) -> Result<()> {
     let ranges = [
         ("ranks", settings.ranks, 256),
         ("steps", settings.steps, 1_000_000_000),
         ("batch", settings.batch, 65_536),
         ("microbatches", settings.microbatches, 65_536),
-        ("context", settings.context, 65_536),
+        ("context", settings.context, 8192),
         ("width", settings.width, 16_384),
         ("heads", settings.heads, 16_384),
         ("layers", settings.layers, 256),
@@ -445,6 +448,21 @@ fn check(settings: &Settings) -> Result<()> {
             settings.batch,
             settings.ranks,
             settings.microbatches
+        );
+    }
+    // Attention's scores are the largest tensor: sequences x heads x context x context, in f32.
+    let scores =
+        [settings.batch.div_ceil(parts), settings.heads, settings.context, settings.context, 4]
+            .into_iter()
+            .fold(1_usize, usize::saturating_mul);
+    if scores > LARGEST_SCORES {
+        bail!(
+            "--context {}, --heads {} and --batch {} make attention take {} GiB at once, more than {}: lower one of them",
+            settings.context,
+            settings.heads,
+            settings.batch,
+            scores >> 30,
+            LARGEST_SCORES >> 30
         );
     }
     // The optimizer computes in f32.

@@ -93,10 +93,11 @@ pub(crate) fn run_rank(
             tracing::info!(loss, lr, grad_norm = record.grad_norm, "step done");
             Ok((record, stopping))
         };
-        let (record, stopping) = run().inspect_err(|error| tracing::error!("{error:#}"))?;
-        if let Some(recorder) = &mut recorder {
-            recorder.step(record)?;
-        }
+        let done = run().and_then(|(record, stopping)| {
+            recorder.as_mut().map_or(Ok(()), |recorder| recorder.step(record))?;
+            Ok(stopping)
+        });
+        let stopping = done.inspect_err(|error| tracing::error!("{error:#}"))?;
         if stopping {
             tracing::info!("{FAREWELL}");
             recorder.map(Recorder::finish).transpose()?;

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 use std::io::Write as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -57,9 +57,11 @@ pub(crate) struct Output {
 }
 
 /// Writes metrics.jsonl under a temporary name and gives it its own when the run is complete; a run
-/// that fails leaves none, nor that of a run before it.
+/// that fails after its first step leaves none, nor that of a run before it.
 pub(crate) struct Recorder {
     run: Run,
+    /// What an earlier run has left, until the first step is done.
+    stale: Vec<PathBuf>,
     file: WholeFile,
     records: Vec<StepRecord>,
     progress: Progress,
@@ -75,17 +77,9 @@ impl Recorder {
     pub(crate) fn create(settings: &Settings, run: Run, folder: &Path) -> Result<Self> {
         let path = folder.join("metrics.jsonl");
         let file = WholeFile::create(&path)?;
-        for stale in [&path, &settings.out.join("loss.svg")] {
-            match std::fs::remove_file(stale) {
-                Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                    return Err(error)
-                        .with_context(|| format!("cannot remove {}", stale.display()));
-                }
-                _ => {}
-            }
-        }
         let mut recorder = Self {
             run,
+            stale: vec![path, settings.out.join("loss.svg")],
             file,
             records: Vec::new(),
             progress: Progress::start(run.name(), settings.steps),
@@ -111,11 +105,20 @@ impl Recorder {
         written.with_context(|| format!("cannot write {}", self.file.path().display()))
     }
 
-    /// Takes one step's figures.
+    /// Takes one step's figures; the first of them end those of an earlier run.
     ///
     /// # Errors
-    /// A file that cannot be written.
+    /// A file that cannot be written or removed.
     pub(crate) fn step(&mut self, record: StepRecord) -> Result<()> {
+        for stale in std::mem::take(&mut self.stale) {
+            match std::fs::remove_file(&stale) {
+                Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                    return Err(error)
+                        .with_context(|| format!("cannot remove {}", stale.display()));
+                }
+                _ => {}
+            }
+        }
         self.line(&record)?;
         self.progress.step(record.step + 1, record.loss, record.tokens_per_s);
         self.records.push(record);

@@ -33,7 +33,7 @@ pub(crate) struct Processes {
     mover: Moved,
     stop: Stop,
     /// The connection by which a lost peer is noticed; the watch for signals holds it weakly.
-    _control: Arc<dyn Control>,
+    control: Arc<dyn Control>,
     /// The log that last words go into.
     log: Arc<Mutex<Option<PathBuf>>>,
 }
@@ -95,7 +95,7 @@ impl World {
             let path = last.lock().unwrap_or_else(PoisonError::into_inner).clone();
             say_last(rank, path, sentence);
         })?;
-        let here = Box::new(Processes { launch, mover, stop, _control: control, log });
+        let here = Box::new(Processes { launch, mover, stop, control, log });
         Ok(Self::Processes { here, _library: library })
     }
 
@@ -131,6 +131,13 @@ impl World {
                 Group::Processes(processes)
             }
         })
+    }
+
+    /// Tells ranks that are other processes why this one ends.
+    pub(crate) fn announce(&self, error: &anyhow::Error) {
+        if let Self::Processes { here, .. } = self {
+            here.control.announce(&format!("{error:#}"));
+        }
     }
 
     /// Whether a launcher has told this process to stop.
@@ -182,7 +189,7 @@ pub(crate) fn launch() -> Result<(Launch, usize)> {
 /// The sentence of a rank that is about to be ended, where it will be looked for.
 fn say_last(rank: u32, log: Option<PathBuf>, sentence: &str) {
     use std::io::Write as _;
-    let _ = writeln!(std::io::stderr(), "train: rank {rank}: {sentence}");
+    let _ = std::io::stderr().write_all(format!("train: rank {rank}: {sentence}\n").as_bytes());
     let file = log.and_then(|path| std::fs::OpenOptions::new().append(true).open(path).ok());
     if let Some(mut file) = file {
         // The process ends now; there is nobody left to tell.

@@ -14,7 +14,12 @@ use crate::spec::UnitSpec;
 fn describe(config: &Config, units: &[UnitSpec]) -> Vec<String> {
     let mut lines = vec![
         format!("gather8 version {}", env!("CARGO_PKG_VERSION")),
-        format!("gather: {:?}", config.gather),
+        format!("gather.dtype = {:?}", config.gather.dtype),
+        format!("gather.format = {}", config.gather.format.name()),
+        format!("gather.arena_slots = {}", config.gather.arena_slots),
+        format!("gather.prefetch = {}", config.gather.prefetch),
+        format!("gather.gradient_slots = {}", config.gather.gradient_slots),
+        format!("gather.count_saturated = {}", config.gather.count_saturated),
         format!("scaling: {:?} with {:?}", config.scaling, config.scale),
         format!("deadline: {:?} s", config.deadline.0),
         format!(

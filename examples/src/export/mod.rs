@@ -53,6 +53,9 @@ pub struct Summary {
     pub bytes: (u64, u64),
 }
 
+/// How long ranks that have opened their inputs wait for each other.
+const AGREEMENT: Duration = Duration::from_secs(60);
+
 /// The others wait while rank 0 writes, as slow as its disk may be.
 const PATIENCE: Duration = Duration::from_secs(86_400);
 
@@ -86,7 +89,7 @@ pub fn export(
 /// arguments. All read the input, rank 0 writes the output and tells the progress.
 ///
 /// # Errors
-/// As [`export`], on every rank; a rank that is lost.
+/// As [`export`], on every rank; inputs that differ; a rank that is lost.
 pub fn export_rank<B: Backend>(
     input: &Path,
     output: &Path,
@@ -98,9 +101,12 @@ pub fn export_rank<B: Backend>(
         let source = Source::open(input)?;
         let layout = Layout::new(&source, format)?;
         let target = if seat.is_first() { Some(begin(&source, &layout, output)?) } else { None };
-        Ok((source, layout, target))
+        let mut lines = source.describe()?;
+        lines.push(format!("--format {}", format.name()));
+        Ok((source, layout, target, lines))
     };
-    let (source, layout, mut target) = seat.agree(prepare(), "export's start", PATIENCE)?;
+    let (source, layout, mut target, lines) = seat.agree(prepare(), "export's start", PATIENCE)?;
+    gather8::agree(&*seat.communicator, AGREEMENT, &lines)?;
     progress.begin(source.data_bytes());
     let converted = ranks::convert_rank(&source, &layout, target.as_mut(), format, seat, progress);
     converted.inspect_err(|error| seat.announce(&format!("{error:#}")))?;

@@ -54,11 +54,16 @@ pub(super) fn convert(
                 run(&backend, &communicator, source, batches, options, sink)
             };
             let thread = std::thread::Builder::new().name(format!("rank {rank}"));
-            ranks.push(
-                thread
-                    .spawn_scoped(scope, work)
-                    .with_context(|| format!("cannot start a thread for rank {rank}")),
-            );
+            let started = thread.spawn_scoped(scope, work).with_context(|| {
+                format!("cannot start a thread for rank {rank}: raise the limit on threads, or use fewer ranks")
+            });
+            let failed = started.is_err();
+            ranks.push(started);
+            if failed {
+                // Taken and dropped: the ranks that wait for this one see that it has left.
+                drop(world.rank(rank, Cpu::new()));
+                break;
+            }
         }
         let join = |rank: Result<std::thread::ScopedJoinHandle<'_, _>>| match rank {
             Ok(handle) => handle.join().unwrap_or_else(|panic| resume_unwind(panic)),

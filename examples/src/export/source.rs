@@ -21,6 +21,10 @@ pub(super) const LENGTH_BYTES: u64 = 8;
 /// Bytes that are read at once; a whole number of elements of every type.
 const CHUNK: usize = 1 << 20;
 
+/// Places in the data that are compared among ranks, evenly spaced, and bytes at each.
+const SAMPLES: u128 = 256;
+const SAMPLE: u64 = 4096;
+
 /// One tensor of the file.
 #[derive(Clone, Debug)]
 pub struct Entry {
@@ -64,6 +68,8 @@ pub struct Source {
     tensors: Vec<Entry>,
     metadata: Option<BTreeMap<String, String>>,
     data_start: u64,
+    /// Of the header's bytes.
+    header_digest: blake3::Hash,
 }
 
 impl Source {
@@ -81,7 +87,7 @@ impl Source {
         }
         let mut file = File::open(path).with_context(|| format!("cannot open {shown}"))?;
         let status = file.metadata().with_context(|| format!("cannot open {shown}"))?;
-        let (header, data_start) = read_header(&mut file, status.len())
+        let (header, data_start, header_digest) = read_header(&mut file, status.len())
             .with_context(|| format!("{shown} is no valid safetensors file"))?;
         let mut tensors = Vec::new();
         for name in header.offset_keys() {
@@ -101,7 +107,8 @@ impl Source {
         let metadata = header.metadata().as_ref();
         let metadata = metadata.map(|map| map.clone().into_iter().collect());
         let file = Mutex::new(file);
-        Ok(Self { path: path.to_owned(), file, status, tensors, metadata, data_start })
+        let path = path.to_owned();
+        Ok(Self { path, file, status, tensors, metadata, data_start, header_digest })
     }
 
     /// Every tensor, in the order of the data.
@@ -122,6 +129,28 @@ impl Source {
     /// Size of all tensors.
     pub fn data_bytes(&self) -> u64 {
         self.file_bytes() - self.data_start
+    }
+
+    /// What makes it another file than another: its size, its header, and samples of its data (all
+    /// of it up to a mebibyte), each as a line to compare. Ranks read different rows, so that none
+    /// sees whether the others read the same file.
+    pub(super) fn describe(&self) -> Result<Vec<String>> {
+        let mut hasher = blake3::Hasher::new();
+        let length = self.data_bytes();
+        let end = self.file_bytes();
+        for sample in 0..SAMPLES {
+            let at = self.data_start + (u128::from(length) * sample / SAMPLES) as u64;
+            self.read_chunks(at..(at + SAMPLE).min(end), |_, chunk| {
+                hasher.update(chunk);
+                Ok(())
+            })?;
+        }
+        let short = |digest: blake3::Hash| digest.to_hex().chars().take(16).collect::<String>();
+        Ok(vec![
+            format!("an input of {end} bytes"),
+            format!("an input whose header hashes to {}", short(self.header_digest)),
+            format!("an input whose data hashes to {} (samples)", short(hasher.finalize())),
+        ])
     }
 
     /// What the system says about the file.
@@ -194,8 +223,11 @@ fn widen(bytes: &[u8], dtype: DType, values: &mut Vec<f32>) {
     }
 }
 
-/// The header and where the data starts.
-fn read_header(file: &mut File, file_bytes: u64) -> Result<(safetensors::tensor::Metadata, u64)> {
+/// The header, where the data starts, and the header's digest.
+fn read_header(
+    file: &mut File,
+    file_bytes: u64,
+) -> Result<(safetensors::tensor::Metadata, u64, blake3::Hash)> {
     if file_bytes < LENGTH_BYTES {
         bail!("it has {file_bytes} bytes, too few for the length of a header");
     }
@@ -210,6 +242,7 @@ fn read_header(file: &mut File, file_bytes: u64) -> Result<(safetensors::tensor:
     }
     let mut header = vec![0; usize::try_from(length)?];
     file.read_exact(&mut header)?;
+    let digest = blake3::hash(&header);
     // The crate's own reader of whole files wants the file in memory; its header's type does all
     // the checks of names, types, shapes and offsets.
     let header: safetensors::tensor::Metadata =
@@ -218,5 +251,5 @@ fn read_header(file: &mut File, file_bytes: u64) -> Result<(safetensors::tensor:
     if data != rest {
         bail!("its header describes {data} bytes of data, but {rest} follow it: it is damaged");
     }
-    Ok((header, LENGTH_BYTES + length))
+    Ok((header, LENGTH_BYTES + length, digest))
 }
