@@ -1,10 +1,11 @@
 //! A file that appears whole or not at all.
 
 use std::error::Error;
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 use signal_hook::iterator::Signals;
@@ -76,8 +77,9 @@ impl WholeFile {
         // A long name leaves no room for more.
         prefix.push(if name.len() < 200 { name } else { "file".as_ref() });
         prefix.push(".");
+        sweep(&folder, &prefix);
         let mut builder = tempfile::Builder::new();
-        builder.prefix(&prefix).suffix(".partial");
+        builder.prefix(&prefix).suffix(SUFFIX);
         // As any new file; by default nobody else may read a temporary one.
         #[cfg(unix)]
         builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
@@ -90,6 +92,8 @@ impl WholeFile {
                 anyhow!("cannot write into the folder of {shown}: {cause}; make the folder writable, or give another path")
             })?;
         unfinished.push(file.path().to_owned());
+        // Where files cannot be locked, none is taken for left behind.
+        let _ = file.as_file().try_lock();
         Ok(Self { path: path.to_owned(), folder, file })
     }
 
@@ -123,6 +127,34 @@ impl WholeFile {
     }
 }
 
+/// How temporary files end.
+const SUFFIX: &str = ".partial";
+/// Younger ones may not be locked yet.
+const AGE: Duration = Duration::from_secs(60);
+
+/// Removes what killed processes have left of the same file: nobody holds its lock.
+fn sweep(folder: &Path, prefix: &OsStr) {
+    let Ok(entries) = fs::read_dir(folder) else { return };
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let name = name.as_encoded_bytes();
+        if !name.starts_with(prefix.as_encoded_bytes()) || !name.ends_with(SUFFIX.as_bytes()) {
+            continue;
+        }
+        // Before it is opened: opening a pipe waits for its other end.
+        let Ok(status) = entry.metadata() else { continue };
+        let age = status.modified().ok().and_then(|at| at.elapsed().ok());
+        if !status.is_file() || age.is_none_or(|age| age <= AGE) {
+            continue;
+        }
+        let Ok(file) = File::options().write(true).open(entry.path()) else { continue };
+        if file.try_lock().is_ok() {
+            // Who may not remove it leaves it.
+            let _ = fs::remove_file(entry.path());
+        }
+    }
+}
+
 /// The signals that a process ignores, the first in the lowest bit, by its `/proc/self/status`.
 fn ignored(status: &str) -> u64 {
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
@@ -138,4 +170,43 @@ fn sync_folder(folder: &Path) -> std::io::Result<()> {
 #[cfg(not(unix))]
 fn sync_folder(_: &Path) -> std::io::Result<()> {
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::SystemTime;
+
+    use super::*;
+
+    #[test]
+    fn what_killed_processes_have_left_is_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        let old = SystemTime::now() - 2 * AGE;
+        let leave = |name: &str, modified| {
+            let file = File::create(path(name)).unwrap();
+            file.set_modified(modified).unwrap();
+            file
+        };
+        drop(leave(".out.dead.partial", old));
+        let living = leave(".out.living.partial", old);
+        living.lock().unwrap();
+        drop(leave(".out.young.partial", SystemTime::now()));
+        for foreign in [".other.x.partial", ".out.x", "out.x.partial"] {
+            drop(leave(foreign, old));
+        }
+        WholeFile::create(&path("out")).unwrap().finish().unwrap();
+        let mut left: Vec<_> =
+            fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        left.sort();
+        let expected = [
+            ".other.x.partial",
+            ".out.living.partial",
+            ".out.x",
+            ".out.young.partial",
+            "out",
+            "out.x.partial",
+        ];
+        assert_eq!(left, expected);
+    }
 }
