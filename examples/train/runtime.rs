@@ -1,10 +1,9 @@
 //! The runtime under the model: a sharded model on this rank, as weight store and as driver.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use anyhow::{Result, anyhow};
-use gather8::collectives::{Communicator, Op};
+use gather8::collectives::Communicator;
 use gather8::config::{DEFAULT_GROUP, Deadline, GatherType, NO_DECAY_GROUP};
 use gather8::kernels::Format as Float8Format;
 use gather8::kernels::cpu::Cpu;
@@ -53,11 +52,8 @@ pub(crate) fn config(settings: &Settings, run: Run) -> Config {
 /// One rank's sharded model.
 pub(crate) struct Runtime {
     fsdp: Arc<Fsdp<Cpu>>,
-    communicator: Arc<dyn Communicator<Cpu>>,
     /// The traffic up to the last step.
     traffic: Traffic,
-    /// Counts the exchanges of losses.
-    exchanges: u64,
 }
 
 impl Runtime {
@@ -75,7 +71,7 @@ impl Runtime {
         let find = |name: &str| {
             specs.iter().find(|spec| spec.name == name).ok_or_else(|| anyhow!("no weight {name}"))
         };
-        let fsdp = Fsdp::builder(config(settings, run), cpu, Arc::clone(&communicator))
+        let fsdp = Fsdp::builder(config(settings, run), cpu, communicator)
             .units(units(specs))
             .build(|spec, rows| -> Result<Vec<f32>> {
                 let row = spec.row_elements() as usize;
@@ -83,7 +79,7 @@ impl Runtime {
                 Ok(find(&spec.name)?.values(settings.seed, elements))
             })?;
         let traffic = fsdp.traffic();
-        Ok(Self { fsdp: Arc::new(fsdp), communicator, traffic, exchanges: 0 })
+        Ok(Self { fsdp: Arc::new(fsdp), traffic })
     }
 
     /// The model's weight store.
@@ -148,17 +144,10 @@ impl Driver for Runtime {
     }
 
     fn agree(&mut self, value: f64, stop: bool) -> Result<(f64, bool)> {
-        let op = Op {
-            sequence: self.exchanges,
-            name: "exchange",
-            unit: "loss",
-            deadline: Duration::from_secs_f64(DEADLINE),
-        };
-        self.exchanges += 1;
         let mut message = value.to_le_bytes().to_vec();
         message.push(u8::from(stop));
         let (mut sum, mut stopping) = (0.0, false);
-        let all = self.communicator.exchange(op, &message)?;
+        let all = self.fsdp.exchange("loss", &message)?;
         for (rank, said) in all.iter().enumerate() {
             let Some((value, [stop])) = said.split_first_chunk::<8>() else {
                 return Err(anyhow!("rank {rank} sent {} bytes as its loss, not 9", said.len()));

@@ -56,6 +56,7 @@ cases! {
     lifecycle::no_sync_gives_the_same,
     lifecycle::tied_weights_add,
     lifecycle::explicit_units,
+    lifecycle::messages_are_exchanged,
     lifecycle::evaluations_count_as_nothing,
     lifecycle::units_are_used_in_any_order,
     replay::replays_equal_eager_steps,

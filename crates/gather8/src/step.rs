@@ -256,6 +256,17 @@ impl<B: Backend> Fsdp<B> {
         self.check()
     }
 
+    /// What every rank passes, in rank order: a loss to average, a wish to stop. Every rank calls it;
+    /// it waits for all of them, on the host alone. `what` names it in errors.
+    ///
+    /// # Errors
+    /// A rank that is lost or does not come within the deadline.
+    pub fn exchange(&self, what: &str, message: &[u8]) -> Result<Vec<Vec<u8>>> {
+        self.check()?;
+        let op = self.amax.op("exchange", what);
+        self.explained(self.amax.communicator.exchange(op, message).map_err(Error::from))
+    }
+
     /// Fails if anything issued earlier has failed: a device, a peer, a weight that is no longer
     /// finite, ranks that went apart. Never waits, except for the peers' logs in the last case.
     ///

@@ -295,6 +295,20 @@ pub fn explicit_units<B: Backend>(cx: &Context<B>) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// What the ranks tell each other arrives whole and in rank order, between the steps' collectives.
+pub fn messages_are_exchanged<B: Backend>(cx: &Context<B>) -> anyhow::Result<()> {
+    let fsdp = build(cx, Mlp::uneven().units())?;
+    for round in 0..3_u8 {
+        integer_step(&fsdp, 1)?;
+        let told = fsdp.exchange("loss", &vec![round; cx.rank() as usize])?;
+        let expected: Vec<_> = (0..cx.world() as usize).map(|length| vec![round; length]).collect();
+        ensure!(told == expected, "round {round}: {told:?}");
+        fsdp.step()?;
+        fsdp.sync()?;
+    }
+    Ok(fsdp.sync_blocking()?)
+}
+
 /// What brings no gradients is no microbatch, wherever it stands.
 pub fn evaluations_count_as_nothing<B: Backend>(cx: &Context<B>) -> anyhow::Result<()> {
     let model = Mlp::uneven();

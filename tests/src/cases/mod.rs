@@ -55,6 +55,7 @@ pub fn all<B: Backend>() -> Vec<(&'static str, Case<B>)> {
         ("no_sync_gives_the_same", lifecycle::no_sync_gives_the_same),
         ("tied_weights_add", lifecycle::tied_weights_add),
         ("explicit_units", lifecycle::explicit_units),
+        ("messages_are_exchanged", lifecycle::messages_are_exchanged),
         ("evaluations_count_as_nothing", lifecycle::evaluations_count_as_nothing),
         ("units_are_used_in_any_order", lifecycle::units_are_used_in_any_order),
         ("replays_equal_eager_steps", replay::replays_equal_eager_steps),
