@@ -83,7 +83,7 @@ fn train_once(
                 tracing::dispatcher::with_default(&subscriber, || {
                     training.run(context).unwrap_or_else(|(error, _runtime)| {
                         if !error.is::<Stopped>() {
-                            world.announce(&error);
+                            training.group.announce(&error);
                         }
                         let mut first = first_error.lock().unwrap_or_else(PoisonError::into_inner);
                         first.get_or_insert(error);

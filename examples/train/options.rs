@@ -461,7 +461,7 @@ fn check(settings: &Settings) -> Result<()> {
             settings.context,
             settings.heads,
             settings.batch,
-            scores >> 30,
+            scores.div_ceil(1 << 30),
             LARGEST_SCORES >> 30
         );
     }

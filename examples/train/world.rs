@@ -133,13 +133,6 @@ impl World {
         })
     }
 
-    /// Tells ranks that are other processes why this one ends.
-    pub(crate) fn announce(&self, error: &anyhow::Error) {
-        if let Self::Processes { here, .. } = self {
-            here.control.announce(&format!("{error:#}"));
-        }
-    }
-
     /// Whether a launcher has told this process to stop.
     pub(crate) fn stop(&self) -> Stop {
         match self {
@@ -160,6 +153,13 @@ impl Moved {
 }
 
 impl Group<'_> {
+    /// Tells ranks that are other processes why this one ends.
+    pub(crate) fn announce(&self, error: &anyhow::Error) {
+        if let Self::Processes(processes) = self {
+            processes.control.announce(&format!("{error:#}"));
+        }
+    }
+
     /// A rank's communicator for the run.
     ///
     /// # Errors

@@ -312,9 +312,11 @@ fn check_name(what: &str, name: &str) -> Result<()> {
     if (1..=256).contains(&name.len()) && !name.contains(char::is_control) {
         return Ok(());
     }
+    let shown: String = name.chars().take(64).collect();
     Err(Error::Config(format!(
-        "{what} name `{}` must have 1 to 256 bytes, none of them a control character",
-        name.escape_debug()
+        "{what} name `{}` has {} bytes; it must have 1 to 256, none of them a control character",
+        shown.escape_debug(),
+        name.len()
     )))
 }
 

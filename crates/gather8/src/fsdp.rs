@@ -138,6 +138,8 @@ pub(crate) struct WeightState {
     pub(crate) version: u64,
     /// The version that the float8 bytes are of; 0 for none.
     pub(crate) bytes_version: u64,
+    /// The version at the last sync.
+    pub(crate) synced: u64,
     /// Gradients that this microbatch's forward pass announced, and that have arrived.
     pub(crate) expected: u32,
     pub(crate) arrived: u32,
@@ -282,7 +284,7 @@ impl<B: Backend> Drop for Fsdp<B> {
     /// The streams end what they were given before they go, and a gather in flight waits for peers up
     /// to its deadline: not while a panic unwinds.
     fn drop(&mut self) {
-        if std::thread::panicking() {
+        if self.world > 1 && std::thread::panicking() {
             for channel in [&self.gather, &self.reduce, &self.amax] {
                 channel.communicator.abort_handle().abort("its thread panicked");
             }

@@ -301,7 +301,8 @@ impl<B: Backend> Fsdp<B> {
     }
 
     /// Ends a microbatch: everything gathered is resharded, and every announced gradient must have
-    /// arrived. What had no gradients at all, an evaluation say, is ended too and counts as none.
+    /// arrived. What had no gradients at all, an evaluation say, is ended too and counts as none; so a
+    /// rank that has no samples for a microbatch gives gradients of zero.
     ///
     /// # Errors
     /// [`Error::MissingGradient`]; a failure of the device or of a collective.
@@ -313,18 +314,19 @@ impl<B: Backend> Fsdp<B> {
             self.release(state, UnitId(number))?;
         }
         state.entered = None;
-        let mut trained = false;
+        // Looked at before any is reset, so that a call that fails can be repeated.
         for (weight, number) in self.weights.iter().zip(0..) {
             let counts = state.weight(WeightId(number))?;
             if counts.arrived != counts.expected {
                 let (arrived, expected) = (counts.arrived, counts.expected);
                 return Err(self.missing(weight.spec.name.clone(), number, arrived, expected)?);
             }
-            trained |= counts.arrived > 0;
+        }
+        state.microbatch += u32::from(state.weights.iter().any(|counts| counts.arrived > 0));
+        for counts in &mut state.weights {
             counts.arrived = 0;
             counts.expected = 0;
         }
-        state.microbatch += u32::from(trained);
         Ok(())
     }
 

@@ -52,7 +52,7 @@ impl<B: Backend> Fsdp<B> {
     /// # Errors
     /// What `issue` returns; [`Error::Capture`] in a world above 1, or if the calls do not end where
     /// they begin; a failure of the device. After an error the runtime has been told of calls that the
-    /// device has not run, and every later call says so: make a new one, from a checkpoint.
+    /// device has not run, and later calls that issue work say so: make a new one, from a checkpoint.
     pub fn capture<E: From<Error>>(
         &self,
         issue: impl FnOnce() -> Result<(), E>,
@@ -132,6 +132,7 @@ impl<B: Backend> Fsdp<B> {
         for (weight, (version, bytes)) in state.weights.iter_mut().zip(&captured.grown) {
             weight.version += version;
             weight.bytes_version += bytes;
+            weight.synced = weight.version;
         }
         state.traffic.add(captured.traffic);
         Ok(())

@@ -62,6 +62,10 @@ impl<B: Backend> Fsdp<B> {
         if let Some(reduced) = &state.last_reduce {
             self.backend.wait(compute, reduced, "norm-after-reduce")?;
         }
+        let any_unused = state.units.iter().any(|unit| unit.unused);
+        if any_unused {
+            self.clear_unused(state)?;
+        }
         self.exchange_norm(state)?;
         if let Some(gathered) = &state.last_gather {
             self.backend.wait(compute, gathered, "step-after-gather")?;
@@ -76,7 +80,7 @@ impl<B: Backend> Fsdp<B> {
             }
         }
         let bank = self.table.recording_bank();
-        if state.units.iter().any(|unit| unit.unused) {
+        if any_unused {
             for plan in self
                 .plan_steps(bank, |unit| state.units.get(unit).is_some_and(|state| !state.unused))?
             {
@@ -115,9 +119,9 @@ impl<B: Backend> Fsdp<B> {
         let (run, announced) = (state.microbatch, state.microbatches);
         if trains && run != announced {
             let cure = if run < announced {
-                "run the others, each with its gradients, or announce fewer with begin_step()"
+                "run the others, each with its gradients, or forget these with discard_gradients()"
             } else {
-                "announce them with begin_step(), or forget them with discard_gradients()"
+                "forget them with discard_gradients(), and announce as many with begin_step()"
             };
             return Err(Error::OutOfOrder {
                 call: "step",
@@ -142,6 +146,18 @@ impl<B: Backend> Fsdp<B> {
             let arrived = state.weight(WeightId(number))?.arrived_in_step;
             if arrived == 0 {
                 return Err(self.missing(weight.spec.name.clone(), number, 0, 1)?);
+            }
+        }
+        Ok(())
+    }
+
+    /// What earlier steps have left in the gradients of units that take no part must not count in the
+    /// norm.
+    fn clear_unused(&self, state: &mut State<B>) -> Result<()> {
+        for (number, weight) in self.weights.iter().enumerate() {
+            let unused = state.unit(self.unit_of(WeightId(number))?)?.unused;
+            if let (true, Some(gradient)) = (unused, weight.own_gradient()?) {
+                self.backend.fill(&self.streams.compute, &gradient.span, 0)?;
             }
         }
         Ok(())
@@ -243,6 +259,7 @@ impl<B: Backend> Fsdp<B> {
         state.synced = Some(self.backend.record(amax)?);
         state.gather_waits_for_sync = true;
         state.stepped = false;
+        state.weights.iter_mut().for_each(|weight| weight.synced = weight.version);
         Ok(())
     }
 
@@ -301,7 +318,7 @@ impl<B: Backend> Fsdp<B> {
     }
 
     /// Sets a parameter group's learning rate for the steps to come, in stream order. Every rank sets
-    /// the same: the next [`sync`](Self::sync) finds out if one did not.
+    /// the same, several in the same order: the next [`sync`](Self::sync) finds out if one did not.
     ///
     /// # Errors
     /// [`Error::Config`] for a negative or non-finite rate; [`Error::Unknown`].
@@ -311,6 +328,8 @@ impl<B: Backend> Fsdp<B> {
                 "the learning rate of group `{group}` must be 0 or a positive number, not {lr}"
             )));
         }
+        // No negative zero.
+        let lr = lr + 0.0;
         let count = self.optimizer.groups.len();
         let found = self.optimizer.groups.iter().position(|(name, _)| name == group);
         let number = found.ok_or_else(|| Error::Unknown {

@@ -38,10 +38,17 @@ impl<B: Backend> UnitGuard<'_, B> {
             });
         }
         let mut state = self.fsdp.lock();
+        let current = state.unit(self.unit)?.residence.as_ref();
+        if !current.is_some_and(|residence| Arc::ptr_eq(residence, &self.residence)) {
+            return Err(Error::UsedAfterReshard {
+                weight: self.fsdp.sharded(id)?.spec.name.clone(),
+                unit: unit.name.clone(),
+            });
+        }
         self.fsdp.view(&mut state, id)
     }
 
-    /// Leaves the unit gathered until something else reshards it.
+    /// Leaves the unit gathered until something else reshards it: the end of another guard, too.
     pub fn keep(mut self) {
         self.counts = false;
         self.residence.guards.fetch_sub(1, Ordering::AcqRel);
@@ -142,10 +149,10 @@ impl<B: Backend> Fsdp<B> {
             let mut state = self.lock();
             let residence = self.ensure(&mut state, unit)?;
             self.enter(&mut state, unit)?;
+            residence.guards.fetch_add(1, Ordering::AcqRel);
             Ok(residence)
         };
         let residence = self.explained(issue())?;
-        residence.guards.fetch_add(1, Ordering::AcqRel);
         Ok(UnitGuard { fsdp: self, unit, residence, counts: true })
     }
 
@@ -219,23 +226,25 @@ impl<B: Backend> Fsdp<B> {
 
     /// Reshards what `entering` a unit leaves behind.
     fn leave_others(&self, state: &mut State<B>, entering: UnitId, phase: Phase) -> Result<()> {
-        for (number, unit) in self.units.iter().enumerate() {
-            let other = UnitId(number);
-            if other == entering
-                || unit.held
-                || state.unit(other)?.residence.is_none()
-                || state.is_guarded(other)?
-            {
-                continue;
-            }
-            let keep = if state.unit(other)?.ahead {
-                // Nobody has seen it yet; it goes only if its slot is needed.
-                state.unit(entering)?.residence.is_some() || state.arena.free() > 0
-            } else {
-                phase == Phase::Backward && self.awaits_gradients(state, other)?
-            };
-            if !keep {
-                self.release(state, other)?;
+        // First what has been used. What is only gathered ahead goes if its slot is needed then.
+        for ahead in [false, true] {
+            for (number, unit) in self.units.iter().enumerate() {
+                let other = UnitId(number);
+                let there = state.unit(other)?.residence.is_some() && !unit.held;
+                if other == entering || !there || state.is_guarded(other)? {
+                    continue;
+                }
+                if state.unit(other)?.ahead != ahead {
+                    continue;
+                }
+                let keep = if ahead {
+                    state.unit(entering)?.residence.is_some() || state.arena.free() > 0
+                } else {
+                    phase == Phase::Backward && self.awaits_gradients(state, other)?
+                };
+                if !keep {
+                    self.release(state, other)?;
+                }
             }
         }
         Ok(())
@@ -356,16 +365,12 @@ impl<B: Backend> Fsdp<B> {
         for number in self.unit(id)?.weights.clone() {
             let weight_id = WeightId(number);
             let sharded = self.sharded(weight_id)?;
-            let unsynced =
-                state.stepped && sharded.spec.trainable || state.dirty.contains(&weight_id);
-            if sharded.float8.is_none() {
-                if unsynced {
-                    return Err(Error::Unsynced { weight: sharded.spec.name.clone() });
-                }
-                continue;
-            }
             let weight = state.weight(weight_id)?;
-            if weight.bytes_version == weight.version {
+            let unsynced = weight.version != weight.synced;
+            if sharded.float8.is_none() && unsynced {
+                return Err(Error::Unsynced { weight: sharded.spec.name.clone() });
+            }
+            if sharded.float8.is_none() || weight.bytes_version == weight.version {
                 continue;
             }
             if unsynced {

@@ -5,9 +5,9 @@ use gather8::{Error, Fsdp, Phase, UnitSpec, WeightSpec};
 use gather8_kernels::Backend;
 
 use crate::Context;
-use crate::model::{Holder, Mlp, initial};
+use crate::model::{Mlp, initial};
 
-fn build<B: Backend>(cx: &Context<B>, units: Vec<UnitSpec>) -> anyhow::Result<Fsdp<B>> {
+pub(super) fn build<B: Backend>(cx: &Context<B>, units: Vec<UnitSpec>) -> anyhow::Result<Fsdp<B>> {
     Ok(Fsdp::builder(cx.config(), cx.backend.clone(), cx.communicator.clone())
         .units(units)
         .build(|spec, rows| anyhow::Ok(initial(spec, rows)))?)
@@ -22,6 +22,7 @@ macro_rules! refused {
         }
     };
 }
+pub(super) use refused;
 
 /// Every wrong call gets its own error, and the runtime goes on.
 pub fn wrong_calls_are_refused<B: Backend>(cx: &Context<B>) -> anyhow::Result<()> {
@@ -123,6 +124,23 @@ pub fn unused_units_rest<B: Backend>(cx: &Context<B>) -> anyhow::Result<()> {
     fsdp.weight(first, Phase::Inference)?;
     fsdp.discard_gradients()?;
 
+    // The advice of the error holds in any order of units, and nothing is counted twice.
+    for rest in ["layer0", "layer2"] {
+        for spec in model.units().iter().flat_map(|unit| &unit.weights) {
+            let id = fsdp.weight_id(&spec.name)?;
+            fsdp.weight(id, Phase::Forward)?;
+            if !spec.name.starts_with(rest) {
+                fsdp.gradient(id, &vec![1.0; spec.elements() as usize])?;
+            }
+        }
+        fsdp.declare_unused(fsdp.unit_id("spare")?)?;
+        refused!(fsdp.step(), Error::MissingGradient { .. });
+        refused!(fsdp.finish_backward(), Error::MissingGradient { .. });
+        fsdp.declare_unused(fsdp.unit_id(rest)?)?;
+        fsdp.step()?;
+        fsdp.sync_blocking()?;
+    }
+
     // A forward pass may turn out to be unused; and so may everything.
     fsdp.weight(first, Phase::Forward)?;
     refused!(fsdp.step(), Error::MissingGradient { .. });
@@ -134,6 +152,45 @@ pub fn unused_units_rest<B: Backend>(cx: &Context<B>) -> anyhow::Result<()> {
     fsdp.step()?;
     fsdp.sync_blocking()?;
     ensure!(fsdp.master(first)? == before, "an unused weight changed");
+    Ok(())
+}
+
+/// What a unit's gradients were in an earlier step counts neither in the norm nor as found-inf of a
+/// step that it takes no part in; and its plain weights are as they were before the sync.
+pub fn unused_units_leave_no_trace<B: Backend>(cx: &Context<B>) -> anyhow::Result<()> {
+    for poison in [100.0, f32::NAN] {
+        let units = ["used", "rests"].map(|name| {
+            let bias = WeightSpec::plain(format!("{name}.bias"), [5]);
+            UnitSpec::new(name, [WeightSpec::float8(format!("{name}.weight"), [5, 4]), bias])
+        });
+        let fsdp = build(cx, units.to_vec())?;
+        let feed = |name: &str, value: f32| -> anyhow::Result<()> {
+            for (part, elements) in [("weight", 20), ("bias", 5)] {
+                let id = fsdp.weight_id(&format!("{name}.{part}"))?;
+                fsdp.weight(id, Phase::Forward)?;
+                fsdp.gradient(id, &vec![value; elements])?;
+            }
+            Ok(())
+        };
+        feed("used", 0.5)?;
+        feed("rests", poison)?;
+        fsdp.step()?;
+        fsdp.sync_blocking()?;
+        for _ in 0..2 {
+            feed("used", 0.5)?;
+            fsdp.declare_unused(fsdp.unit_id("rests")?)?;
+            fsdp.step()?;
+            fsdp.weight(fsdp.weight_id("rests.bias")?, Phase::Inference)?;
+            refused!(
+                fsdp.weight(fsdp.weight_id("used.bias")?, Phase::Inference),
+                Error::StaleBytes { .. } | Error::Unsynced { .. }
+            );
+            fsdp.sync_blocking()?;
+            let report = fsdp.report()?;
+            ensure!(!report.found_inf, "an unused unit's NaN skips the step");
+            ensure!((report.grad_norm - 2.5).abs() < 1e-6, "the norm is {}", report.grad_norm);
+        }
+    }
     Ok(())
 }
 
@@ -253,48 +310,6 @@ fn reduced<B: Backend>(cx: &Context<B>) -> u64 {
     world * 4 * (11u64.div_ceil(world) * 4 + 5u64.div_ceil(world) * 4)
 }
 
-/// Guards, prefetches and hooks by hand give the bytes that `weight` gives.
-pub fn explicit_units<B: Backend>(cx: &Context<B>) -> anyhow::Result<()> {
-    let model = Mlp::uneven();
-    let fsdp = build(cx, model.units())?;
-    let expected = Holder::weight(&fsdp, "layer1.weight", Phase::Inference)?;
-    fsdp.reshard(fsdp.unit_id("layer1")?)?;
-    let (zero, one) = (fsdp.unit_id("layer0")?, fsdp.unit_id("layer1")?);
-    fsdp.prefetch(one)?;
-    let guard = fsdp.unshard(zero)?;
-    refused!(guard.weight(fsdp.weight_id("layer1.weight")?), Error::Weight { .. });
-    let other = fsdp.unshard(one)?;
-    ensure!(other.weight(fsdp.weight_id("layer1.weight")?)?.to_f32()? == expected, "bytes differ");
-    guard.reshard()?;
-    ensure!(!fsdp.is_resident(zero)? && fsdp.is_resident(one)?, "each guard holds its own unit");
-    drop(other);
-    ensure!(!fsdp.is_resident(one)?, "dropping a guard reshards");
-
-    // What keeps a unit is its last guard, whatever else is asked for meanwhile.
-    let (first, second) = (fsdp.unshard(one)?, fsdp.unshard(one)?);
-    let view = first.weight(fsdp.weight_id("layer1.weight")?)?;
-    fsdp.weight(fsdp.weight_id("layer0.weight")?, Phase::Inference)?;
-    drop(first);
-    ensure!(view.to_f32()? == expected, "the second guard holds it");
-    drop(second);
-    ensure!(!fsdp.is_resident(one)?, "the last guard is gone");
-    // A guard whose stay has ended is no guard of a later one.
-    let ended = fsdp.unshard(one)?;
-    fsdp.reshard(one)?;
-    refused!(ended.weight(fsdp.weight_id("layer1.weight")?), Error::UsedAfterReshard { .. });
-    let later = fsdp.unshard(one)?;
-    drop(ended);
-    ensure!(fsdp.is_resident(one)?, "an old guard ended a later stay");
-    later.reshard()?;
-    ensure!(!fsdp.is_resident(one)?, "the later guard is of effect");
-    fsdp.unshard(one)?.keep();
-    ensure!(fsdp.is_resident(one)?, "it was to be kept");
-    fsdp.reshard(zero)?;
-    fsdp.weight(fsdp.weight_id("layer0.weight")?, Phase::Inference)?;
-    ensure!(!fsdp.is_resident(one)?, "but not against another");
-    Ok(())
-}
-
 /// What the ranks tell each other arrives whole and in rank order, between the steps' collectives.
 pub fn messages_are_exchanged<B: Backend>(cx: &Context<B>) -> anyhow::Result<()> {
     let fsdp = build(cx, Mlp::uneven().units())?;
@@ -337,89 +352,5 @@ pub fn evaluations_count_as_nothing<B: Backend>(cx: &Context<B>) -> anyhow::Resu
     let id = plain.weight_id("layer0.weight")?;
     ensure!(plain.shard_gradient(id)? == evaluated.shard_gradient(id)?, "gradients differ");
     ensure!(plain.master(id)? == evaluated.master(id)?, "weights differ");
-    Ok(())
-}
-
-/// Units that come back in one pass, and gradients that come in an order of their own, need memory
-/// for as many as are in use at once, and no more.
-pub fn units_are_used_in_any_order<B: Backend>(cx: &Context<B>) -> anyhow::Result<()> {
-    let build = |arena_slots: u32, gradient_slots: u32| {
-        let mut config = cx.config();
-        config.gather.arena_slots = arena_slots;
-        config.gather.gradient_slots = gradient_slots;
-        let names = ["a", "b", "c", "d"];
-        let units = names.map(|n| UnitSpec::new(n, [WeightSpec::float8(format!("{n}.w"), [5, 4])]));
-        Fsdp::builder(config, cx.backend.clone(), cx.communicator.clone())
-            .units(units)
-            .build(|spec, rows| anyhow::Ok(initial(spec, rows)))
-    };
-    // A step whose forward pass uses the units in this order, and whose backward pass in reverse.
-    let step = |fsdp: &Fsdp<B>, forward: &[&str]| -> gather8::Result<()> {
-        let id = |name: &str| fsdp.weight_id(&format!("{name}.w"));
-        for name in forward {
-            fsdp.weight(id(name)?, Phase::Forward)?;
-        }
-        for name in forward.iter().rev() {
-            fsdp.weight(id(name)?, Phase::Backward)?;
-            fsdp.gradient(id(name)?, &[1.0; 20])?;
-        }
-        for number in 0..4 {
-            let name = ["a", "b", "c", "d"][number];
-            if !forward.contains(&name) {
-                fsdp.declare_unused(fsdp.unit_id(name)?)?;
-            }
-        }
-        fsdp.step()?;
-        fsdp.sync_blocking()
-    };
-    for (slots, forward) in [
-        (2, &["a", "b", "c", "d"][..]),
-        (2, &["a", "b", "c", "a"]),
-        (3, &["a", "b", "c", "b", "a"]),
-        (4, &["a", "b", "c", "d", "a", "b", "c", "d"]),
-    ] {
-        let fsdp = build(slots, slots)?;
-        for _ in 0..3 {
-            step(&fsdp, forward)?;
-        }
-        for name in forward {
-            let gradient = fsdp.shard_gradient(fsdp.weight_id(&format!("{name}.w"))?)?;
-            let uses = forward.iter().filter(|other| *other == name).count() as f32;
-            ensure!(gradient.iter().all(|&g| g == uses), "{forward:?}: {name} got {gradient:?}");
-        }
-    }
-
-    // Two weights a unit, all gradients at the end, those of one unit far apart.
-    for (slots, enough) in [(2, false), (3, true)] {
-        let mut config = cx.config();
-        config.gather.gradient_slots = slots;
-        let units = ["a", "b", "c"].map(|n| {
-            let weights = ["v", "w"].map(|w| WeightSpec::float8(format!("{n}.{w}"), [5, 4]));
-            UnitSpec::new(n, weights)
-        });
-        let fsdp = Fsdp::builder(config, cx.backend.clone(), cx.communicator.clone())
-            .units(units)
-            .build(|spec, rows| anyhow::Ok(initial(spec, rows)))?;
-        let ids: Vec<_> = fsdp.weights().map(|spec| spec.name.clone()).collect();
-        for name in &ids {
-            fsdp.weight(fsdp.weight_id(name)?, Phase::Forward)?;
-        }
-        let mut outcome = Ok(());
-        for number in [0, 2, 4, 1, 3, 5] {
-            let given = fsdp.gradient(fsdp.weight_id(&ids[number])?, &[1.0; 20]);
-            outcome = outcome.and(given);
-            if outcome.is_err() {
-                break;
-            }
-        }
-        if enough {
-            outcome?;
-            fsdp.step()?;
-            fsdp.sync_blocking()?;
-        } else {
-            let text = refused!(outcome, Error::GradientSlotsExhausted { .. });
-            ensure!(text.contains("`c`") && text.contains("`a`, `b`"), "{text}");
-        }
-    }
     Ok(())
 }

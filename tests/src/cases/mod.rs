@@ -9,6 +9,7 @@ pub mod refusals;
 pub mod replay;
 pub mod scaling;
 pub mod training;
+pub mod units;
 
 use gather8_kernels::Backend;
 
@@ -51,13 +52,14 @@ pub fn all<B: Backend>() -> Vec<(&'static str, Case<B>)> {
         ("different_models_are_named", refusals::different_models_are_named),
         ("wrong_calls_are_refused", lifecycle::wrong_calls_are_refused),
         ("unused_units_rest", lifecycle::unused_units_rest),
+        ("unused_units_leave_no_trace", lifecycle::unused_units_leave_no_trace),
         ("microbatches_add", lifecycle::microbatches_add),
         ("no_sync_gives_the_same", lifecycle::no_sync_gives_the_same),
         ("tied_weights_add", lifecycle::tied_weights_add),
-        ("explicit_units", lifecycle::explicit_units),
+        ("explicit_units", units::explicit_units),
         ("messages_are_exchanged", lifecycle::messages_are_exchanged),
         ("evaluations_count_as_nothing", lifecycle::evaluations_count_as_nothing),
-        ("units_are_used_in_any_order", lifecycle::units_are_used_in_any_order),
+        ("units_are_used_in_any_order", units::units_are_used_in_any_order),
         ("replays_equal_eager_steps", replay::replays_equal_eager_steps),
         ("wrong_captures_are_refused", replay::wrong_captures_are_refused),
         ("ten_steps_match_the_unsharded_model", training::ten_steps_match_the_unsharded_model),
