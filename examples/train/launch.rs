@@ -153,6 +153,7 @@ impl Training<'_> {
     fn start(&self, rank: usize) -> Result<Runtime> {
         // What happens before the first step counts with it, so that every span names a step.
         let _span = tracing::error_span!("start", rank, step = 0).entered();
+        self.group.introduce();
         let cpu = Cpu::new();
         let communicator = self.group.communicator(rank, cpu.clone())?;
         let start = || {

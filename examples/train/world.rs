@@ -153,6 +153,14 @@ impl Moved {
 }
 
 impl Group<'_> {
+    /// Says which of the processes this is, to whom the run's events go: the launcher's variables were
+    /// read before anybody listened.
+    pub(crate) fn introduce(&self) {
+        if let Self::Processes(processes) = self {
+            tracing::info!(target: "gather8_collectives::launch", "{}", processes.launch.said());
+        }
+    }
+
     /// Tells ranks that are other processes why this one ends.
     pub(crate) fn announce(&self, error: &anyhow::Error) {
         if let Self::Processes(processes) = self {
