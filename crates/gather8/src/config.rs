@@ -39,8 +39,8 @@ impl Default for Deadline {
 }
 
 impl Deadline {
-    /// As a duration; what is no number of seconds above 0, which [`Config::check`] refuses, is taken
-    /// for the default.
+    /// As a duration; what is none (negative, no number, too large), which [`Config::check`] refuses, is
+    /// taken for the default.
     pub fn duration(self) -> Duration {
         Duration::try_from_secs_f64(self.0).unwrap_or(Duration::from_secs(60))
     }

@@ -146,8 +146,8 @@ impl<B: Backend> Fsdp<B> {
     fn refuse_unsettled(&self, state: &mut State<B>, when: &str) -> Result<()> {
         let problem = if state.stepped {
             "sync() has not followed step()".to_owned()
-        } else if let Some(id) = state.dirty.first() {
-            format!("weight `{}` was changed: call sync()", self.sharded(*id)?.spec.name)
+        } else if let Some(number) = state.weights.iter().position(|w| w.version != w.synced) {
+            format!("weight `{}` was changed: call sync()", self.name_of(Some(number)))
         } else if state.microbatch > 0 || state.weights.iter().any(|weight| weight.expected > 0) {
             "a step is in progress: call step() and sync()".to_owned()
         } else if let Some(number) = state.units.iter().position(|unit| unit.residence.is_some()) {

@@ -41,9 +41,9 @@ impl<B: Backend> Fsdp<B> {
                 self.backend.wait(&self.streams.amax, gathered, "sync-after-cast")?;
             }
             self.table.seed(float8.slot, &self.streams.amax)?;
-        }
-        if !state.dirty.contains(&id) {
-            state.dirty.push(id);
+            if !state.dirty.contains(&id) {
+                state.dirty.push(id);
+            }
         }
         Ok(())
     }
