@@ -14,9 +14,22 @@ use gather8_kernels::cpu::Cpu;
 fn net_threads() -> usize {
     let tasks = std::fs::read_dir("/proc/self/task").unwrap();
     tasks
-        .filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok())
-        .filter(|name| name.starts_with("gather8-net"))
+        .filter_map(|task| {
+            let task = task.ok()?.path();
+            let name = std::fs::read_to_string(task.join("comm")).ok()?;
+            (name.starts_with("gather8-net") && !exits(&task)).then_some(())
+        })
         .count()
+}
+
+/// The kernel counts a thread's exit as its end for who joins it before it takes its entry away; from
+/// then on the thread runs none of its program.
+fn exits(task: &Path) -> bool {
+    const PF_EXITING: u64 = 0x4;
+    let stat = std::fs::read_to_string(task.join("stat")).unwrap_or_default();
+    // After the name, which stands in brackets: state, parent, group, session, terminal, its group.
+    let flags = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().nth(6));
+    flags.and_then(|flags| flags.parse().ok()).is_none_or(|flags: u64| flags & PF_EXITING != 0)
 }
 
 #[test]
