@@ -49,6 +49,7 @@ cases! {
     refusals::nan_gradients_end_as_nan,
     refusals::swapped_gathers_are_named,
     refusals::different_settings_are_named,
+    refusals::an_ignored_error_is_named,
     refusals::different_models_are_named,
     lifecycle::wrong_calls_are_refused,
     lifecycle::unused_units_rest,

@@ -247,13 +247,17 @@ pub fn first_difference(logs: &[Vec<u8>]) -> String {
 }
 
 fn at_position(told: &[Told], position: u64) -> String {
+    // Changes of settings and of weights move nothing.
+    let moves = told.iter().any(|log| log.entry(position).is_some_and(|(_, _, bytes)| bytes > 0));
     let said = told.iter().enumerate().map(|(rank, log)| match log.entry(position) {
         Some((operation, unit, bits)) if operation.starts_with(SET) => {
             format!("rank {rank} {operation} of `{unit}` to {}", f32::from_bits(bits as u32))
         }
-        Some((operation, unit, bytes)) => {
+        Some((operation, "", _)) => format!("rank {rank} {operation}"),
+        Some((operation, unit, bytes)) if moves => {
             format!("rank {rank} {operation} of `{unit}` ({bytes} bytes)")
         }
+        Some((operation, unit, _)) => format!("rank {rank} {operation} of `{unit}`"),
         None => format!("rank {rank} nothing"),
     });
     format!("operation {position}: {}", said.collect::<Vec<_>>().join(", "))

@@ -19,7 +19,7 @@ use gather8_kernels::{Backend, Job, Memory, Span};
 
 use crate::communicator::{Communicator, Op, Reduce};
 use crate::error::{Error, Result};
-use crate::host::seat::{DISORDER, UNRESOLVED};
+use crate::host::seat::{DISORDER, STUCK, UNRESOLVED};
 use crate::order::{OrderLog, first_difference};
 
 mod spec;
@@ -250,9 +250,10 @@ impl<B: Backend> AmaxTable<B> {
         }
     }
 
-    /// After a sync found the ranks' digests to differ: stops what is in flight on every rank,
-    /// exchanges the logs and returns what they show, which later calls return too. Every rank
-    /// calls it; those in an operation get [`Error::Disordered`] there.
+    /// After a sync found the ranks' digests to differ, or ranks were found to wait for each other:
+    /// stops what is in flight on every rank, exchanges the logs and returns what they show, which
+    /// later calls return too. Every rank calls it; those in an operation get [`Error::Disordered`]
+    /// there.
     pub fn resolve_disorder(
         &self,
         comm: &dyn Communicator<B>,
@@ -267,6 +268,7 @@ impl<B: Backend> AmaxTable<B> {
         comm.abort_handle().abort(DISORDER);
         let op = Op { sequence: 0, name: "exchange", unit: "order logs", deadline };
         let difference = match comm.exchange(op, &log.to_bytes()) {
+            Ok(logs) if logs.windows(2).all(|pair| pair.first() == pair.last()) => STUCK.to_owned(),
             Ok(logs) => first_difference(&logs),
             Err(error) => format!("their logs could not be exchanged ({error})"),
         };
@@ -287,7 +289,7 @@ impl<B: Backend> AmaxTable<B> {
     ) -> Error {
         let behind = self.check().err().unwrap_or(error);
         match &behind {
-            Error::Disordered { difference } if difference == UNRESOLVED => {
+            Error::Disordered { difference } if [UNRESOLVED, STUCK].contains(&&**difference) => {
                 self.resolve_disorder(comm, log, deadline)
             }
             _ => behind,

@@ -204,7 +204,8 @@ pub struct OptimizerConfig {
     pub max_grad_norm: f32,
     /// Skip a step in which any gradient holds a NaN or an infinity.
     pub skip_on_found_inf: bool,
-    /// Parameter groups by name; `default` always exists.
+    /// Parameter groups by name. Empty as it comes: [`group`](Self::group) says what `default` and
+    /// `no_decay` are until an entry of that name replaces them.
     pub groups: BTreeMap<String, GroupConfig>,
 }
 

@@ -14,10 +14,12 @@ use crate::unit::{GradientPlace, Unit, gradient_bytes, gradient_place};
 
 impl<B: Backend> Fsdp<B> {
     /// Begins a step of `microbatches` forward and backward passes; gradients are averaged over
-    /// them and over the ranks. Without this call a step has one.
+    /// them and over the ranks. Without this call a step has one. Every rank passes the same number:
+    /// the next [`sync`](Self::sync) finds out if one did not. Until the step's first forward pass a
+    /// further call replaces it.
     ///
     /// # Errors
-    /// [`Error::OutOfOrder`] if a step is in progress, or for 0 microbatches.
+    /// [`Error::OutOfOrder`] once the step's first forward pass has begun, or for 0 microbatches.
     pub fn begin_step(&self, microbatches: u32) -> Result<()> {
         let mut state = self.lock();
         let problem = if microbatches == 0 {
@@ -30,17 +32,24 @@ impl<B: Backend> Fsdp<B> {
         if let Some(problem) = problem {
             return Err(Error::OutOfOrder { call: "begin_step", problem: problem.into() });
         }
+        if state.microbatches != microbatches {
+            state.log.note_value("number", "microbatches", microbatches as f32);
+        }
         state.microbatches = microbatches;
         Ok(())
     }
 
     /// With `true`, microbatches keep their full gradients on this rank and reduce nothing, until
-    /// one runs with `false`. Saves traffic; costs [`full_gradient_bytes`](Self::full_gradient_bytes)
+    /// one runs with `false`. Every rank sets the same at the same place: the next
+    /// [`sync`](Self::sync) finds out if one did not. Saves traffic; costs [`full_gradient_bytes`](Self::full_gradient_bytes)
     /// of memory on every rank.
     pub fn set_no_sync(&self, no_sync: bool) {
         let mut state = self.lock();
         if no_sync && state.units.iter().all(|unit| unit.kept.is_none()) {
             tracing::info!(bytes = self.full_gradient_bytes(), "no_sync keeps full gradients");
+        }
+        if state.no_sync != no_sync {
+            state.log.note_value("no_sync", "gradients", f32::from(u8::from(no_sync)));
         }
         state.no_sync = no_sync;
     }

@@ -32,7 +32,7 @@ impl<B: Backend> Fsdp<B> {
     pub fn mark_modified(&self, id: WeightId) -> Result<()> {
         let weight = self.sharded(id)?;
         let mut state = self.lock();
-        state.log.note("mark-modified", &weight.spec.name, 0);
+        state.log.note("update or mark_modified", &weight.spec.name, 0);
         let counts = state.weight(id)?;
         counts.version += 1;
         counts.bytes_version = 0;

@@ -49,6 +49,7 @@ pub fn all<B: Backend>() -> Vec<(&'static str, Case<B>)> {
         ("nan_gradients_end_as_nan", refusals::nan_gradients_end_as_nan),
         ("swapped_gathers_are_named", refusals::swapped_gathers_are_named),
         ("different_settings_are_named", refusals::different_settings_are_named),
+        ("an_ignored_error_is_named", refusals::an_ignored_error_is_named),
         ("different_models_are_named", refusals::different_models_are_named),
         ("wrong_calls_are_refused", lifecycle::wrong_calls_are_refused),
         ("unused_units_rest", lifecycle::unused_units_rest),

@@ -220,6 +220,36 @@ pub fn different_settings_are_named<B: Backend>(cx: &Context<B>) -> anyhow::Resu
     Ok(())
 }
 
+/// A rank whose step fails, which takes no notice and goes on to its sync, waits there while the
+/// others wait in the step: nobody is blamed, and every rank learns where they part.
+pub fn an_ignored_error_is_named<B: Backend>(cx: &Context<B>) -> anyhow::Result<()> {
+    if cx.world() == 1 {
+        return Ok(());
+    }
+    let mut config = cx.config();
+    config.deadline.0 = 2.0;
+    let fsdp = Fsdp::builder(config, cx.backend.clone(), cx.communicator.clone())
+        .unit(UnitSpec::new("unit", [WeightSpec::float8("w", [16, 16])]))
+        .build(|spec, rows| anyhow::Ok(initial(spec, rows)))?;
+    let id = fsdp.weight_id("w")?;
+    fsdp.weight(id, Phase::Forward)?;
+    fsdp.gradient(id, &[0.5; 256])?;
+    if cx.rank() == 1 {
+        fsdp.discard_gradients()?;
+        let refused = fsdp.step();
+        ensure!(matches!(refused, Err(Error::OutOfOrder { .. } | Error::MissingGradient { .. })));
+    } else {
+        fsdp.step()?;
+    }
+    let Err(error) = fsdp.sync_blocking() else { bail!("a rank without a step went unnoticed") };
+    let text = error.to_string();
+    let named = matches!(error, Error::Collective(CollectiveError::Disordered { .. }))
+        && text.contains("rank 0 all-reduce of `gradient norm`")
+        && text.contains("rank 1 all-reduce of `amax table`");
+    ensure!(named, "the error is: {text}");
+    agree(cx, &text)
+}
+
 /// Ranks that were given different models or configurations all say so, in the same words.
 pub fn different_models_are_named<B: Backend>(cx: &Context<B>) -> anyhow::Result<()> {
     if cx.world() == 1 {

@@ -18,7 +18,12 @@ const GRACE: Duration = Duration::from_millis(500);
 pub(crate) const DISORDER: &str = "the ranks have issued different operations";
 
 /// The difference in that error until the logs have been compared.
-pub(crate) const UNRESOLVED: &str = "their logs have not been compared yet";
+pub(crate) const UNRESOLVED: &str =
+    "the next call compares their logs and says where they part (Fsdp::check does nothing else)";
+
+/// The same where ranks wait for each other, each in an operation that the others have not issued.
+/// It stands if their logs are alike.
+pub(crate) const STUCK: &str = "each waits for the others; if they have issued the same operations, one has skipped a barrier or an exchange, or what connects them hangs";
 
 /// How contributions and news reach the other ranks. Nothing here waits, but `waits_for`.
 pub(crate) trait Link: Send + Sync {
@@ -87,6 +92,9 @@ impl Seat {
             },
             Outcome::Failed(cause) => return Err(cause.error_in(self.rank(), op)),
             Outcome::Gone { rank, how } => Cause::Lost { rank, how },
+            Outcome::Overdue(ranks) if ranks.is_empty() => {
+                Cause::Disordered { difference: STUCK.to_owned() }
+            }
             Outcome::Overdue(ranks) => Cause::Late {
                 ranks,
                 operation: op.name.to_owned(),
@@ -99,12 +107,13 @@ impl Seat {
     }
 
     /// Who keeps everybody waiting: of the missing ranks, and of those that they wait for in turn,
-    /// the ones that wait for nobody. All of the missing if there is no such rank.
+    /// the ones that wait for nobody. None if each of them waits for another: then they are in
+    /// different operations.
     fn culprits(&self, missing: Vec<u32>) -> Vec<u32> {
         let until = Instant::now() + GRACE;
         let mut idle = BTreeSet::new();
         let mut seen = BTreeSet::from([self.rank()]);
-        let mut ask = missing.clone();
+        let mut ask = missing;
         while !ask.is_empty() {
             seen.extend(ask.iter().copied());
             let waits = self.link.waits_for(&self.board, &ask, until);
@@ -113,7 +122,7 @@ impl Seat {
             ask.sort_unstable();
             ask.dedup();
         }
-        if idle.is_empty() { missing } else { idle.into_iter().collect() }
+        idle.into_iter().collect()
     }
 
     /// Fails the family, everywhere; returns the cause that stands.
