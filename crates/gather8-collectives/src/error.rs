@@ -68,7 +68,7 @@ pub enum Error {
     },
     /// A sync found weights that hold a NaN or an infinity. Scales and rings are as they were.
     #[error(
-        "the amax of {} is not finite: {} holds a NaN or an infinity on some rank; scales are unchanged. Restore a checkpoint, or repair the weight and acknowledge", names_list(.names), if .names.len() == 1 { "the weight" } else { "each" }
+        "the amax of {} is not finite: {} holds a NaN or an infinity on some rank; scales are unchanged. Start from finite weights (a checkpoint's), or repair these and acknowledge", names_list(.names), if .names.len() == 1 { "the weight" } else { "each" }
     )]
     NonFiniteWeights {
         /// Every such weight, in the table's order.

@@ -196,6 +196,22 @@ fn ranks_whose_time_is_up_together_do_not_blame_each_other() {
 }
 
 #[test]
+fn nobody_is_blamed_where_each_waits_for_the_others() {
+    // Rank 1 goes to the pair's barrier, the others to everybody's.
+    let results = on_ranks(3, |_tcp, r| {
+        let pair = r.comm.split(Some(u32::from(r.rank < 2)), 0).unwrap().unwrap();
+        let comm = if r.rank == 1 { &pair } else { &r.comm };
+        comm.barrier(within(0, "barrier", Duration::from_millis(500))).unwrap_err()
+    });
+    for (rank, result) in results.into_iter().enumerate() {
+        let error = result.unwrap();
+        assert!(matches!(&error, Error::Disordered { .. }), "rank {rank}: {error}");
+        assert_eq!(error.blamed_rank(), None);
+        assert!(error.to_string().contains("each waits for the others"), "rank {rank}: {error}");
+    }
+}
+
+#[test]
 fn control_reports_vetoes_and_announces() {
     // A rank that is through a round may announce before another has heard the last word of it: so
     // nobody announces before all are through.

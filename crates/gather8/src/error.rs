@@ -21,14 +21,14 @@ pub enum Error {
         problem: String,
     },
     /// No weight has this id or name.
-    #[error("there is no {what} {which}: the model has {count}")]
+    #[error("there is no {what} {which}: the model has {known}")]
     Unknown {
         /// `weight` or `unit`.
         what: &'static str,
         /// The id or name asked for.
         which: String,
-        /// How many there are.
-        count: usize,
+        /// How many there are, or their names.
+        known: String,
     },
     /// The initial values could not be made.
     #[error("weight `{weight}`: its initial values: {source}")]
@@ -144,6 +144,9 @@ pub enum Error {
     Collective(#[from] gather8_collectives::Error),
 }
 
+/// Names that an error lists.
+const NAMES_SHOWN: usize = 8;
+
 impl From<gather8_kernels::Error> for Error {
     fn from(error: gather8_kernels::Error) -> Self {
         Self::Collective(gather8_collectives::Error::from_backend(error))
@@ -151,6 +154,27 @@ impl From<gather8_kernels::Error> for Error {
 }
 
 impl Error {
+    /// A name that nothing has, among these.
+    pub(crate) fn unknown_name<'a>(
+        what: &'static str,
+        name: &str,
+        names: impl Iterator<Item = &'a str>,
+    ) -> Self {
+        let names = names.map(|name| format!("`{name}`")).collect::<Vec<_>>();
+        let shown = names.get(..NAMES_SHOWN).unwrap_or(&names).join(", ");
+        let known = match names.len() {
+            0 => "none".to_owned(),
+            count if count > NAMES_SHOWN => format!("{count}: {shown}, ..."),
+            _ => shown,
+        };
+        Self::Unknown { what, which: format!("`{name}`"), known }
+    }
+
+    /// A number that nothing has, among so many.
+    pub(crate) fn unknown_number(what: &'static str, number: usize, count: usize) -> Self {
+        Self::Unknown { what, which: format!("number {number}"), known: count.to_string() }
+    }
+
     /// The rank that the error blames, if it blames one.
     pub fn blamed_rank(&self) -> Option<u32> {
         match self {

@@ -1,6 +1,6 @@
 //! The runtime: what it consists of and what it knows about the step in progress.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -45,7 +45,7 @@ pub struct Fsdp<B: Backend> {
     pub(crate) by_name: HashMap<String, WeightId>,
     pub(crate) table: AmaxTable<B>,
     /// The table's slots after those of the weights.
-    pub(crate) activation_slots: HashMap<String, usize>,
+    pub(crate) activation_slots: BTreeMap<String, usize>,
     pub(crate) optimizer: Optimizer<B>,
     pub(crate) streams: Streams<B>,
     pub(crate) gather: Channel<B>,
@@ -213,10 +213,8 @@ impl<B: Backend> Fsdp<B> {
     /// # Errors
     /// [`Error::Unknown`].
     pub fn weight_id(&self, name: &str) -> Result<WeightId> {
-        self.by_name.get(name).copied().ok_or_else(|| Error::Unknown {
-            what: "weight",
-            which: format!("`{name}`"),
-            count: self.weights.len(),
+        self.by_name.get(name).copied().ok_or_else(|| {
+            Error::unknown_name("weight", name, self.weights().map(|spec| &*spec.name))
         })
     }
 
@@ -226,10 +224,8 @@ impl<B: Backend> Fsdp<B> {
     /// [`Error::Unknown`].
     pub fn unit_id(&self, name: &str) -> Result<UnitId> {
         let position = self.units.iter().position(|unit| unit.name == name);
-        position.map(UnitId).ok_or_else(|| Error::Unknown {
-            what: "unit",
-            which: format!("`{name}`"),
-            count: self.units.len(),
+        position.map(UnitId).ok_or_else(|| {
+            Error::unknown_name("unit", name, self.units.iter().map(|unit| &*unit.name))
         })
     }
 
@@ -243,19 +239,13 @@ impl<B: Backend> Fsdp<B> {
     /// # Errors
     /// [`Error::Unknown`].
     pub fn sharded(&self, id: WeightId) -> Result<&ShardedWeight<B>> {
-        self.weights.get(id.0).ok_or_else(|| Error::Unknown {
-            what: "weight",
-            which: format!("number {}", id.0),
-            count: self.weights.len(),
-        })
+        self.weights
+            .get(id.0)
+            .ok_or_else(|| Error::unknown_number("weight", id.0, self.weights.len()))
     }
 
     pub(crate) fn unit(&self, id: UnitId) -> Result<&Unit<B>> {
-        self.units.get(id.0).ok_or_else(|| Error::Unknown {
-            what: "unit",
-            which: format!("number {}", id.0),
-            count: self.units.len(),
-        })
+        self.units.get(id.0).ok_or_else(|| Error::unknown_number("unit", id.0, self.units.len()))
     }
 
     /// Bytes issued so far.
@@ -295,11 +285,7 @@ impl<B: Backend> Drop for Fsdp<B> {
 impl<B: Backend> State<B> {
     pub(crate) fn weight(&mut self, id: WeightId) -> Result<&mut WeightState> {
         let count = self.weights.len();
-        self.weights.get_mut(id.0).ok_or_else(|| Error::Unknown {
-            what: "weight",
-            which: format!("number {}", id.0),
-            count,
-        })
+        self.weights.get_mut(id.0).ok_or_else(|| Error::unknown_number("weight", id.0, count))
     }
 
     /// True if a guard keeps the unit gathered.
@@ -310,10 +296,6 @@ impl<B: Backend> State<B> {
 
     pub(crate) fn unit(&mut self, id: UnitId) -> Result<&mut UnitState<B>> {
         let count = self.units.len();
-        self.units.get_mut(id.0).ok_or_else(|| Error::Unknown {
-            what: "unit",
-            which: format!("number {}", id.0),
-            count,
-        })
+        self.units.get_mut(id.0).ok_or_else(|| Error::unknown_number("unit", id.0, count))
     }
 }

@@ -330,12 +330,10 @@ impl<B: Backend> Fsdp<B> {
         }
         // No negative zero.
         let lr = lr + 0.0;
-        let count = self.optimizer.groups.len();
         let found = self.optimizer.groups.iter().position(|(name, _)| name == group);
-        let number = found.ok_or_else(|| Error::Unknown {
-            what: "parameter group",
-            which: format!("`{group}`"),
-            count,
+        let number = found.ok_or_else(|| {
+            let names = self.optimizer.groups.iter().map(|(name, _)| &**name);
+            Error::unknown_name("parameter group", group, names)
         })?;
         let at = number as u64 * GROUP_BYTES
             + std::mem::offset_of!(gather8_kernels::layout::GroupRecord, lr) as u64;
@@ -451,10 +449,9 @@ impl<B: Backend> Fsdp<B> {
     }
 
     pub(crate) fn activation_slot(&self, name: &str) -> Result<usize> {
-        self.activation_slots.get(name).copied().ok_or_else(|| Error::Unknown {
-            what: "amax slot",
-            which: format!("`{name}`"),
-            count: self.activation_slots.len(),
+        self.activation_slots.get(name).copied().ok_or_else(|| {
+            let names = self.activation_slots.keys().map(|name| &**name);
+            Error::unknown_name("amax slot", name, names)
         })
     }
 

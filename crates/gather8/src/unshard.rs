@@ -189,11 +189,10 @@ impl<B: Backend> Fsdp<B> {
 
     pub(crate) fn unit_of(&self, id: WeightId) -> Result<UnitId> {
         self.sharded(id)?;
-        self.unit_of.get(id.0).copied().ok_or_else(|| Error::Unknown {
-            what: "weight",
-            which: format!("number {}", id.0),
-            count: self.weights.len(),
-        })
+        self.unit_of
+            .get(id.0)
+            .copied()
+            .ok_or_else(|| Error::unknown_number("weight", id.0, self.weights.len()))
     }
 
     fn view(&self, state: &mut State<B>, id: WeightId) -> Result<WeightView<B>> {
@@ -332,7 +331,7 @@ impl<B: Backend> Fsdp<B> {
         let place = unit.places.get(place_number).ok_or_else(|| Error::Unknown {
             what: "unit",
             which: format!("`{}`'s slot {place_number}", unit.name),
-            count: unit.places.len(),
+            known: unit.places.len().to_string(),
         })?;
         if !place.parts.is_empty() {
             let _entered =

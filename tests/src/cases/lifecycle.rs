@@ -29,7 +29,8 @@ pub fn wrong_calls_are_refused<B: Backend>(cx: &Context<B>) -> anyhow::Result<()
     let model = Mlp::uneven();
     let fsdp = build(cx, model.units())?;
     let (weight, bias) = (fsdp.weight_id("layer0.weight")?, fsdp.weight_id("layer0.bias")?);
-    refused!(fsdp.weight_id("nobody"), Error::Unknown { .. });
+    let text = refused!(fsdp.weight_id("nobody"), Error::Unknown { .. });
+    ensure!(text.starts_with("there is no weight `nobody`: the model has `layer0."), "{text}");
     refused!(fsdp.step(), Error::OutOfOrder { .. });
     refused!(fsdp.gradient(weight, &[1.0]), Error::Length { .. });
     refused!(fsdp.gradient(bias, &[0.0; 10]), Error::OutOfOrder { .. });
@@ -80,7 +81,8 @@ pub fn wrong_calls_are_refused<B: Backend>(cx: &Context<B>) -> anyhow::Result<()
     for scale in [0.0, -1.0, 1e-45, f32::INFINITY] {
         refused!(fsdp.set_loss_scale(scale), Error::Config(_));
     }
-    refused!(fsdp.set_lr("nobody", 1.0), Error::Unknown { .. });
+    let text = refused!(fsdp.set_lr("nobody", 1.0), Error::Unknown { .. });
+    ensure!(text.ends_with("the model has `default`, `no_decay`"), "{text}");
     refused!(fsdp.set_lr("default", f32::NAN), Error::Config(_));
     model.train(&fsdp, &[model.example(1)])?;
     fsdp.step()?;

@@ -197,8 +197,11 @@ pub fn swapped_gathers_are_named<B: Backend>(cx: &Context<B>) -> anyhow::Result<
     Ok(())
 }
 
-/// A setting that one rank changes to another value is found by the next sync, which names it.
-pub fn different_settings_are_named<B: Backend>(cx: &Context<B>) -> anyhow::Result<()> {
+fn different_setting<B: Backend>(
+    cx: &Context<B>,
+    set: impl Fn(&Fsdp<B>, bool) -> gather8::Result<()>,
+    expected: [&str; 2],
+) -> anyhow::Result<()> {
     if cx.world() == 1 {
         return Ok(());
     }
@@ -208,16 +211,45 @@ pub fn different_settings_are_named<B: Backend>(cx: &Context<B>) -> anyhow::Resu
     for rate in [1e-3, 2e-3] {
         fsdp.set_lr("default", rate)?;
         fsdp.set_loss_scale(1024.0)?;
+        fsdp.begin_step(4)?;
+        fsdp.set_no_sync(rate > 1e-3);
+        fsdp.set_no_sync(false);
         fsdp.sync_blocking()?;
     }
-    fsdp.set_lr("default", if cx.rank() == 1 { 0.5 } else { 0.25 })?;
-    let Err(error) = fsdp.sync_blocking() else { bail!("different rates went unnoticed") };
+    set(&fsdp, cx.rank() == 1)?;
+    let Err(error) = fsdp.sync_blocking() else { bail!("a different setting went unnoticed") };
     let text = error.to_string();
     let named = matches!(error, Error::Collective(CollectiveError::Disordered { .. }))
-        && text.contains("rank 0 set learning rate of `default` to 0.25")
-        && text.contains("rank 1 set learning rate of `default` to 0.5");
+        && expected.iter().all(|words| text.contains(words));
     ensure!(named, "the error is: {text}");
     Ok(())
+}
+
+/// A setting that one rank changes to another value is found by the next sync, which names it.
+pub fn different_rates_are_named<B: Backend>(cx: &Context<B>) -> anyhow::Result<()> {
+    let expected = [
+        "rank 0 set learning rate of `default` to 0.25",
+        "rank 1 set learning rate of `default` to 0.5",
+    ];
+    let set = |fsdp: &Fsdp<B>, odd| fsdp.set_lr("default", if odd { 0.5 } else { 0.25 });
+    different_setting(cx, set, expected)
+}
+
+/// The same for the number of microbatches, which gradients are divided by.
+pub fn different_microbatches_are_named<B: Backend>(cx: &Context<B>) -> anyhow::Result<()> {
+    let expected =
+        ["rank 0 set number of `microbatches` to 2", "rank 1 set number of `microbatches` to 3"];
+    different_setting(cx, |fsdp, odd| fsdp.begin_step(if odd { 3 } else { 2 }), expected)
+}
+
+/// The same for gradients that one rank alone keeps.
+pub fn a_different_no_sync_is_named<B: Backend>(cx: &Context<B>) -> anyhow::Result<()> {
+    let set = |fsdp: &Fsdp<B>, odd| {
+        fsdp.set_no_sync(odd);
+        Ok(())
+    };
+    let expected = ["rank 0 all-reduce of `amax table`", "rank 1 set no_sync of `gradients` to 1"];
+    different_setting(cx, set, expected)
 }
 
 /// A rank whose step fails, which takes no notice and goes on to its sync, waits there while the
